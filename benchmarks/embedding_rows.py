@@ -57,15 +57,15 @@ class Engine:
         began_s, cpu_s = time.perf_counter(), time.thread_time()
         found = arrivals.read(_NAME, ExpectedEmbedding(key, *shape, "bfloat16"), size)
         assert found is not None, "the store has it"
-        arrivals.send(found)
-        self._queue.enqueue(CornplugECMetadata([found], row_memory=arrivals.address))
+        arrivals.mark_sent(found)
+        self._queue.enqueue(CornplugECMetadata([found], row_memory_address=arrivals.address))
         cpu_s = time.thread_time() - cpu_s
         ends_s = []
         for _ in range(RANKS):
             acks, at_s, there = self._told.get(timeout=_WAIT_S)
             assert there == shape, there
             if acks is not None:
-                arrivals.acknowledged(acks)
+                arrivals.handle_acks(acks)
             ends_s.append(at_s)
         return max(ends_s) - began_s, cpu_s
 
@@ -79,7 +79,7 @@ def work(rank: int, handle: Any, steps: int, told: Any) -> None:
     for _ in range(steps):
         cache: dict[str, Any] = {}
         worker.load(cache, queue.dequeue(timeout=_WAIT_S))
-        told.put((worker.acks(), time.perf_counter(), tuple(cache[_NAME].shape)))
+        told.put((worker.take_acks(), time.perf_counter(), tuple(cache[_NAME].shape)))
     worker.close()
 
 

@@ -36,13 +36,13 @@ from rich.console import Console
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
-from cornplug.qos import ONE_CLASS, QosCaller
+from cornplug.qos import DEFAULT_CLASS, QosCaller
 from cornplug.store.memory import MemoryStore
 from devkit.checkpoints import CLIP_L_336
 
@@ -65,7 +65,9 @@ HEADINGS: Final = (
 class ProcessorFirst(EncoderCore):
     """The service as it was: the store is asked once a medium is preprocessed."""
 
-    def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
+    def reply_from_cache(
+        self, request: EncodeRequest, *, inline: bool, caller: QosCaller
+    ) -> EncodeReply | None:
         return None
 
 
@@ -102,15 +104,15 @@ class Side:
 
     def recalls(self, model: str, rounds: int) -> list[Cost]:
         """The cost of each lookup of a file that `request` sent: digest, store, counted answer."""
-        preparer = MediaPreparer(self.encoder.registry, secret=SECRET, limits=MediumLimits())
-        data, caller = _jpeg(b"first"), QosCaller(qos=ONE_CLASS)
-        source = MediumSource(model=model, modality="image", parts=[data], salt=None, deadline_s=10.0)
+        preparer = MediaPreparer(self.encoder.registry, secret=SECRET, limits=MediaLimits())
+        data, caller = _jpeg(b"first"), QosCaller(qos=DEFAULT_CLASS)
+        source = MediaSource(model=model, modality="image", contents=[data], salt=None, deadline_s=10.0)
         preparer.prepare(source)
         took = []
         for _ in range(rounds):
             began = time.process_time()
-            known = preparer.open(source).recall(
-                lambda request: self.encoder.answer_cached(request, inline=False, caller=caller)
+            known = preparer.open(source).look_up_cached(
+                lambda request: self.encoder.reply_from_cache(request, inline=False, caller=caller)
             )
             took.append(Cost(1e3 * (time.process_time() - began)))
             if known is None:
@@ -119,7 +121,7 @@ class Side:
 
     def _decoders_s(self) -> float:
         lanes = self.encoder.decode_lanes
-        return sum(map(process_s, lanes.pids())) if lanes is not None else 0.0
+        return sum(map(process_s, lanes.process_ids())) if lanes is not None else 0.0
 
 
 def main() -> int:
@@ -200,9 +202,9 @@ def _service(
     cache = ResultCache(MemoryStore(capacity_bytes=64 << 20).connect(), deadline_s=1.0)
     encoder = kind(registry, cache, secret=SECRET)
     config = EncoderConfig(port=0, prepare_threads=1)
-    preparer = partial(MediaPreparer, remembered_files=remembered_files)
+    preparer = partial(MediaPreparer, max_cached_files=remembered_files)
     with mock.patch("cornplug.encoder_service.http.app.MediaPreparer", preparer):
-        app = create_app(encoder, config, secret=SECRET, gate=DrainState())
+        app = create_app(encoder, config, secret=SECRET, drain_state=DrainState())
     encoder.start_decoding()
     try:
         yield Side(encoder, app, loop)

@@ -42,14 +42,14 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
-from cornplug.encoder_service.preprocess.preparer import ENGINE_SAMPLING
-from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, MediumLimits
+from cornplug.encoder_service.preprocess.preparer import DEFAULT_SAMPLING
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS_CONTEXT, MediaLimits
 from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.store.memory import MemoryStore
@@ -132,7 +132,7 @@ class NoDevice(InProcessExecutor):
         self._embeddings: dict[int, torch.Tensor] = {}
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        rows = [self._size.rows(batch.items[index].tokens) for _, index in batch.wanted]
+        rows = [self._size.rows(batch.items[index].tokens) for _, index in batch.targets]
         return BatchResult(embeddings=tuple(map(self._embedding, rows)), features={})
 
     def _embedding(self, rows: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Service:
 
     def _decoders_s(self) -> float:
         lanes = self.encoder.decode_lanes
-        return sum(map(process_s, lanes.pids())) if lanes is not None else 0.0
+        return sum(map(process_s, lanes.process_ids())) if lanes is not None else 0.0
 
 
 def main() -> int:
@@ -208,7 +208,7 @@ def _stages(
     tower_rate: float | None,
 ) -> tuple[list[Stage], float]:
     """The stages of one image, and the service's page faults. `python`: seconds of the interpreter."""
-    (loaded,) = ModelRegistry.open([str(path)], dtype="bfloat16", device="cpu").loaded()
+    (loaded,) = ModelRegistry.open([str(path)], dtype="bfloat16", device="cpu").loaded_models()
     digest, processor, check, item_bytes, tokens = _prepared(loaded, rounds)
     whole, decode, faults = _requests(path, size, loop, WIDTH, HEIGHT, rounds)
     peak = gpu_table()[GPU].bf16_tflops * 1e12 * OF_PEAK
@@ -242,9 +242,9 @@ def _requests(
 def _prepared(loaded: LoadedModel, rounds: int) -> tuple[float, float, float, int, int]:
     """CPU seconds of digest, processor and check of one image; the tower's input in bytes and tokens."""
     file = jpeg(WIDTH, HEIGHT)
-    pixels = RgbPixels.of(image.as_received(image.decode(file, WIDTH * HEIGHT)))
-    medium = ImagePreprocessor(loaded, MediumLimits()).decode(
-        [file], "file", ENGINE_SAMPLING, DEFAULT_DECODING, IN_PROCESS
+    pixels = RgbPixels.from_image(image.to_engine_rgb(image.decode(file, WIDTH * HEIGHT)))
+    medium = ImagePreprocessor(loaded, MediaLimits()).decode(
+        [file], "file", DEFAULT_SAMPLING, DEFAULT_DECODING, IN_PROCESS_CONTEXT
     )
     wanted = loaded.checkpoint.family.inputs["image"]
     inputs = {name: tensor for name, tensor in medium.preprocess().items() if name in wanted}
@@ -276,7 +276,9 @@ def _faults() -> int:
 def _service(registry: ModelRegistry, size: TowerSize, loop: asyncio.AbstractEventLoop) -> Iterator[Service]:
     cache = ResultCache(MemoryStore(capacity_bytes=256 << 20).connect(), deadline_s=1.0)
     encoder = EncoderCore(registry, cache, secret=SECRET, executors=[NoDevice(size)])
-    app = create_app(encoder, EncoderConfig(port=0, prepare_threads=1), secret=SECRET, gate=DrainState())
+    app = create_app(
+        encoder, EncoderConfig(port=0, prepare_threads=1), secret=SECRET, drain_state=DrainState()
+    )
     encoder.start_decoding()
     try:
         yield Service(encoder, app, loop)

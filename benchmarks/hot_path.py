@@ -108,14 +108,14 @@ class Half:
 
     def take(self, request: Request, tokens: int) -> CornplugKVMetadata:
         """The metadata of the step that loads an offer."""
-        self.scheduler.allocated(request, [list(range(-(-tokens // _BLOCK_TOKENS)))], tokens)
-        return self.scheduler.moves(NO_REQUEST)
+        self.scheduler.handle_allocation(request, [list(range(-(-tokens // _BLOCK_TOKENS)))], tokens)
+        return self.scheduler.build_metadata(NO_REQUEST)
 
     def step(self, output: Any, acks: CornplugKVWorkerMetadata) -> CornplugKVMetadata:
         """The metadata of a step with this scheduler's output, and with the answers to an earlier step."""
-        moves = self.scheduler.moves(output)
-        self.scheduler.acknowledged(acks)
-        self.scheduler.step_ended()
+        moves = self.scheduler.build_metadata(output)
+        self.scheduler.handle_acks(acks)
+        self.scheduler.record_step_end()
         return moves
 
 
@@ -138,7 +138,8 @@ def written(moves: CornplugKVMetadata) -> CornplugKVWorkerMetadata:
     sums = {segment: (1 << 63) + segment for segment in range(PAGE.segments)}
     tokens = [page.token for save in moves.saves for page in save.pages]
     return CornplugKVWorkerMetadata(
-        written={token: dict(sums) for token in tokens}, steps=[moves.timed] if moves.timed else []
+        written={token: dict(sums) for token in tokens},
+        timed_steps=[moves.timed_step] if moves.timed_step else [],
     )
 
 
@@ -150,7 +151,7 @@ def fill(store: Store, half: Half, tokens: Sequence[int]) -> None:
     """Put all whole pages of a prompt into the store, without their bytes."""
     request = half.request(tokens)
     half.lookup(request)
-    keys = half.scheduler._requests.get(request.request_id).keys.upto(tokens, len(tokens))  # type: ignore[union-attr]
+    keys = half.scheduler._requests.get(request.request_id).keys.keys_until(tokens, len(tokens))  # type: ignore[union-attr]
     sums = {segment: (1 << 63) + segment for segment in range(PAGE.segments)}
     for start in range(0, len(keys), 64):
         entries = [(key, PAGE.page_bytes) for key in keys[start : start + 64]]
@@ -167,7 +168,7 @@ def fill(store: Store, half: Half, tokens: Sequence[int]) -> None:
 def over(half: Half, request: Request) -> None:
     """The request ends before it ran."""
     request.status = type(request.status).FINISHED_ABORTED
-    half.scheduler.finished(request, [()])
+    half.scheduler.finish_request(request, [()])
 
 
 class Decoding:
@@ -207,7 +208,7 @@ class Decoding:
 
     def end(self) -> None:
         """All requests are over."""
-        while self.half.scheduler.saves_open():
+        while self.half.scheduler.has_open_saves():
             self.rested(self.rest())
         for request in self.requests:
             over(self.half, request)
@@ -245,7 +246,7 @@ def counted() -> dict[str, float]:
             count, moves = calls(decoding.step)
             total += count
             decoding.computed(moves)
-        while half.scheduler.saves_open():
+        while half.scheduler.has_open_saves():
             count, moves = calls(decoding.rest)
             total += count
             decoding.rested(moves)
@@ -356,14 +357,14 @@ def lookup_rows(store: Store, half: Half) -> list[Row]:
         size_bytes = 0
         for _ in range(7):
             request = half.request(tokens())
-            receive(lambda request=request: page_keys.received(request))
+            receive(lambda request=request: page_keys.compute_early_keys(request))
             time.sleep(0.05)
             offered = lookup(lambda request=request: half.lookup(request))
             if offered:
                 moves = half.take(request, offered)
                 data = dump(lambda moves=moves: pickle.dumps(moves, protocol=pickle.HIGHEST_PROTOCOL))
                 load(lambda data=data: pickle.loads(data))
-                half.scheduler.loaded(request.request_id)
+                half.scheduler.finish_load(request.request_id)
                 size_bytes = len(data)
             over(half, request)
         rows.append(lookup.row(what))

@@ -134,8 +134,8 @@ class Moves:
         writes = tuple(PageWrite(i, room.token, room.location) for i, room in enumerate(given))
         self.worker.start_saves([PageSave("r", writes, self.source)])
         self.worker.drain()
-        acks = self.worker.acks()
-        _expect(acks is not None and not acks.failed_writes and not acks.unusable, f"{acks}")
+        acks = self.worker.take_acks()
+        _expect(acks is not None and not acks.failed_writes and not acks.unusable_reason, f"{acks}")
         assert acks is not None
         metas = []
         for room in given:
@@ -153,9 +153,9 @@ class Moves:
         _expect(None not in leases.metas, "a page is gone")
         self.worker.start_loads([PageLoad("r", 0, self.tokens, 0, leases, array("q", self.target))])
         self.worker.drain()
-        acks = self.worker.acks()
+        acks = self.worker.take_acks()
         _expect(acks is None or not acks.failed_loads, f"{acks}")
-        self.store.release(leases.held, deadline_s=_DEADLINE_S)
+        self.store.release(leases.unique_tokens, deadline_s=_DEADLINE_S)
         return time.perf_counter() - began
 
     def check_loaded(self) -> None:

@@ -32,7 +32,7 @@ from rich.table import Table
 from cornplug.codec import checksum
 from cornplug.config import StoreConfig
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
@@ -127,13 +127,13 @@ class HostMoves:
         self._host = HostPages(pool, latent=False)
         self._mine = RankPages(_PAGE, RankSlice(heads=range(heads), layers=range(layers), writes=True), store)
         run: Any = SimpleNamespace(
-            config=settings({"engine.app": "bench"}),
+            config=load_settings({"engine.app": "bench"}),
             app="bench",
             secret=bytes(32),
             store=store,
             deadline_s=_DEADLINE_S,
             background_timeout_s=_DEADLINE_S,
-            another_connection=lambda: store,
+            open_connection=lambda: store,
         )
         index, roots = PageHashIndex(tokens, tokens), SimpleNamespace(root=lambda space: bytes(32))
         self._hashes = [f"{layout} {i}" for i in range(pages)]
@@ -150,7 +150,7 @@ class HostMoves:
         self.bytes = pages * _PAGE.page_bytes
         parts = index.find(self._hashes)
         self._keys = [
-            self.reader.keys(page, index.overlaps(page)[0], self.reader.roots())[0]
+            self.reader.store_keys(page, index.overlaps(page)[0], self.reader.roots())[0]
             for page in parts
             if page is not None
         ]
@@ -159,7 +159,7 @@ class HostMoves:
         """Seconds to save all pages; the store is emptied of them first."""
         self._store.delete(self._keys, deadline_s=_DEADLINE_S)
         seconds = _timed(lambda: self.writer.save(self._hashes, self.source))
-        _expect(self.reader.count(self._hashes)[0] == len(self._hashes), "a page was not saved")
+        _expect(self.reader.count_leading(self._hashes)[0] == len(self._hashes), "a page was not saved")
         return seconds
 
     def load(self) -> float:

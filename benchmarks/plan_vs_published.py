@@ -29,9 +29,8 @@ from cornplug.errors import CheckpointError
 from cornplug.planner.inputs import gpu_catalog, llm_shape
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.perf_model.engine_spec import EngineSpec, EngineStepTimes
 from cornplug.planner.plan import Parallelism
-from cornplug.planner.simulator.step_times import EngineStepTimes
 
 ROOT = "aiconfigurator_core"
 GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}

@@ -28,7 +28,7 @@ from driver.stage import options
 from driver.two_cores import APPS, GPU, OUTPUT_TOKENS, App, Profiles, plan_input
 
 from cornplug.planner.launch import launcher
-from cornplug.planner.launch.command_process import CommandProcess
+from cornplug.planner.launch.launcher import CommandProcess
 from cornplug.planner.plan import Plan, ReplicaGroup
 from devkit.checkpoints import CLIP_L_336
 
@@ -128,7 +128,9 @@ def launched(folder: Path, plan: Plan) -> Iterator[dict[str, str]]:
     groups = {group.name: group for group in plan.groups}
     with ExitStack() as stack:
         to_start = launcher.local_commands(plan, run_dir=folder / "run")
-        processes = stack.enter_context(launcher.running(plan, to_start, run_dir=folder / "run", event=_say))
+        processes = stack.enter_context(
+            launcher.run_commands(plan, to_start, run_dir=folder / "run", on_event=_say)
+        )
         for process in processes:
             group = groups.get(process.command.group)
             if group is None:

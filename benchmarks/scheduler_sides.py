@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.cpu_use import IdleRest
+from cornplug.vllm_connector.cpu_use import IdleBackoff
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from devkit import checkpoints
@@ -47,8 +47,8 @@ class Side:
             connector: Any = CornplugConnector.__new__(CornplugConnector)
             connector._scheduler, connector._worker, connector._tally = kv, None, Tally()
             connector._kv_cache_config = cache
-            connector._connector_metadata, connector._rest = None, IdleRest()
-            connector._detached, connector._last_loads = {}, []
+            connector._connector_metadata, connector._idle_backoff = None, IdleBackoff()
+            connector._detached_blocks, connector._unsent_loads = {}, []
             self._scheduler.connector = connector
             connector.bind_kv_cache_manager(self._scheduler.kv_cache_manager)
         hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256)

@@ -157,7 +157,7 @@ class Rounds:
             for i, room in enumerate(rooms, first):
                 check(isinstance(room, Reservation))
                 target = self.store.view(room.location, writable=True)
-                sums = copy_checksummed(target, self.part(self.source, i), 1, of="source")
+                sums = copy_checksummed(target, self.part(self.source, i), 1, checksum_of="source")
                 written.append(
                     (
                         room,
@@ -176,7 +176,7 @@ class Rounds:
                 check(lease is not None)
                 target, source = self.part(self.target, i), self.store.view(lease.location)
                 if verified:
-                    sums = copy_checksummed(target, source, 1, of="target")
+                    sums = copy_checksummed(target, source, 1, checksum_of="target")
                     check(decode_header(lease.meta, key=lease.key).checksums == sums)
                 else:
                     target[:] = source

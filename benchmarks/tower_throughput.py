@@ -96,7 +96,7 @@ class Ours:
 
     def __init__(self, path: Path, chosen: Options) -> None:
         checkpoint = Checkpoint.open(str(path))
-        architecture = towers.architecture(checkpoint.family)
+        architecture = towers.find_architecture(checkpoint.family)
         self._plain: Tower = architecture.load_tower(checkpoint, chosen.dtype, chosen.device)
         self._projector: Projector = architecture.load_projector(checkpoint, chosen.dtype, chosen.device)
         self._batch = chosen.batch

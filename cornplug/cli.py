@@ -31,15 +31,11 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "plan": CliCommand("cornplug.planner.plan_command:main", "compute a deployment from SLOs and prices"),
     "launch": CliCommand("cornplug.commands.launch_command:main", "run an apps file or a plan on this host"),
-    "replan": CliCommand(
-        "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
-    ),
+    "replan": CliCommand("cornplug.planner.replan_command:main", "compare the observed load with a plan"),
     "replay": CliCommand(
         "cornplug.replay:main", "simulate stores of other sizes or rules with a recorded trace"
     ),
-    "profile": CliCommand(
-        "cornplug.planner.profiler.profile_command:main", "measure a component on this host"
-    ),
+    "profile": CliCommand("cornplug.planner.profile_command:main", "measure a component on this host"),
     "fingerprint": CliCommand(
         "cornplug.commands.fingerprint:main", "print fingerprints of checkpoints and the parts they share"
     ),
@@ -47,7 +43,7 @@ COMMANDS: Mapping[str, CliCommand] = {
 }
 
 # Top-level module -> cornplug extra that installs it.
-EXTRAS: Mapping[str, str] = {
+EXTRA_OF_MODULE: Mapping[str, str] = {
     "torch": "encoder",
     "transformers": "encoder",
     "safetensors": "encoder",
@@ -71,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     If it raises a CornplugError, print the error on stderr and return 2.
     """
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     try:
-        return _load(COMMANDS[args.command].target)(args.args)
+        return _import_command(COMMANDS[args.command].target)(args.args)
     except CornplugError as e:
         print(f"cornplug {args.command}: {e}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:
-        extra = EXTRAS.get((e.name or "").partition(".")[0])
+        extra = EXTRA_OF_MODULE.get((e.name or "").partition(".")[0])
         if extra is None:
             raise
         print(
@@ -91,13 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _load(target: str) -> Callable[[list[str]], int]:
+def _import_command(target: str) -> Callable[[list[str]], int]:
     module, _, function = target.partition(":")
     command: Callable[[list[str]], int] = getattr(import_module(module), function)
     return command
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="cornplug",

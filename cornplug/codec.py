@@ -7,8 +7,8 @@ payload in place:
     u16 segments | 32-byte key | dtype name | u64 dimension ... | u64 segment checksum ... |
     u64 checksum of all the above
 
-If several ranks write a payload, each rank encodes the checksums of its part (`encode_part`), and
-`join_parts` creates the header from the parts. A part has this format:
+If several ranks write a payload, each rank encodes the checksums of its part (`encode_partial_header`), and
+`merge_partial_headers` creates the header from the parts. A part has this format:
 
     magic "CPPT" | u16 segments of the payload | u16 segments of this part | u16 index ... | a header
     as above, with only this part's checksums
@@ -32,11 +32,11 @@ from cornplug.errors import CodecError
 
 MAGIC: Final = b"CPLG"
 VERSION: Final = 1
-_FIXED: Final = struct.Struct("<4sHBBBBH32s")
-KEY_AT: Final = _FIXED.size - 32
+_FIXED_FIELDS: Final = struct.Struct("<4sHBBBBH32s")
+KEY_OFFSET: Final = _FIXED_FIELDS.size - 32
 """Offset of the key in a header, in bytes."""
-PART_MAGIC: Final = b"CPPT"
-_PART: Final = struct.Struct("<4sHH")
+PARTIAL_MAGIC: Final = b"CPPT"
+_PARTIAL_FIELDS: Final = struct.Struct("<4sHH")
 
 ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Size in bytes of one value, for each dtype of embeddings and KV pages (torch's name without "torch.")."""
@@ -63,7 +63,7 @@ def checksum(payload: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def header_checksums(headers: Sequence[bytes]) -> list[int]:
+def expected_header_checksums(headers: Sequence[bytes]) -> list[int]:
     """Return, for each header, the checksum that an undamaged header ends with."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(header[:-8]) for header in headers]
@@ -76,7 +76,7 @@ def encode_header(header: PayloadHeader) -> bytes:
         raise CodecError(f"header does not fit its format: {header}", reason="codec")
     if not 1 <= len(header.checksums) <= 0xFFFF:
         raise CodecError(f"{len(header.checksums)} segments, must be between 1 and 65535", reason="codec")
-    body = _FIXED.pack(
+    body = _FIXED_FIELDS.pack(
         MAGIC, VERSION, header.kind, len(name), len(header.shape), 0, len(header.checksums), header.key
     )
     body += name
@@ -92,19 +92,19 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
     release) or "wrong_key" (header of another entry).
     """
     data = bytes(meta)
-    if len(data) < _FIXED.size + 8 or data[:4] != MAGIC:
+    if len(data) < _FIXED_FIELDS.size + 8 or data[:4] != MAGIC:
         raise CodecError("not a cornplug header", reason="codec")
-    _, version, kind, name_len, dims, _, segments, found_key = _FIXED.unpack_from(data)
+    _, version, kind, name_len, dims, _, segments, found_key = _FIXED_FIELDS.unpack_from(data)
     if version != VERSION:
         raise CodecError(f"header version {version}, this release reads {VERSION}", reason="version")
-    expected = _FIXED.size + name_len + 8 * dims + 8 * segments + 8
+    expected = _FIXED_FIELDS.size + name_len + 8 * dims + 8 * segments + 8
     if len(data) != expected or struct.unpack_from("<Q", data, expected - 8)[0] != checksum(data[:-8]):
         raise CodecError("header is damaged", reason="codec")
     if found_key != key:
         raise CodecError("header belongs to another key", reason="wrong_key")
-    at = _FIXED.size + name_len
+    at = _FIXED_FIELDS.size + name_len
     try:
-        named, dtype = PayloadKind(kind), data[_FIXED.size : at].decode()
+        named, dtype = PayloadKind(kind), data[_FIXED_FIELDS.size : at].decode()
     except ValueError as e:  # The checksum is correct, but another release wrote the header.
         raise CodecError(f"header is from another release: {e}", reason="version") from e
     return PayloadHeader(
@@ -118,11 +118,11 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
 
 def segment_checksums(meta: bytes) -> tuple[int, ...]:
     """Return the segments' checksums from a header that `decode_header` has validated."""
-    segments = _FIXED.unpack_from(meta)[6]
+    segments = _FIXED_FIELDS.unpack_from(meta)[6]
     return struct.unpack_from(f"<{segments}Q", meta, len(meta) - 8 * segments - 8)
 
 
-def encode_part(
+def encode_partial_header(
     kind: PayloadKind,
     key: bytes,
     dtype: str,
@@ -141,11 +141,11 @@ def encode_part(
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
         raise CodecError(f"invalid part: segments {sorted(checksums)} of {segments}", reason="codec")
     header = PayloadHeader(kind, key, dtype, tuple(shape), tuple(checksums.values()))
-    fixed = _PART.pack(PART_MAGIC, segments, len(checksums))
+    fixed = _PARTIAL_FIELDS.pack(PARTIAL_MAGIC, segments, len(checksums))
     return fixed + struct.pack(f"<{len(checksums)}H", *checksums) + encode_header(header)
 
 
-def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
+def merge_partial_headers(partial_headers: Iterable[bytes], *, key: bytes) -> bytes:
     """Join the parts of the header for `key`. The result equals the header that a single writer would encode.
 
     Raises the errors of `decode_header`, and CodecError("parts") if parts contradict each other, overlap or
@@ -153,15 +153,15 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
     """
     found: dict[int, int] = {}
     claims: set[tuple[PayloadKind, str, tuple[int, ...], int]] = set()
-    for part in parts:
-        if len(part) < _PART.size or part[:4] != PART_MAGIC:
+    for part in partial_headers:
+        if len(part) < _PARTIAL_FIELDS.size or part[:4] != PARTIAL_MAGIC:
             raise CodecError("not a part of a cornplug header", reason="codec")
-        _, total, count = _PART.unpack_from(part)
-        at = _PART.size + 2 * count
+        _, total, count = _PARTIAL_FIELDS.unpack_from(part)
+        at = _PARTIAL_FIELDS.size + 2 * count
         if len(part) < at:
             raise CodecError("part of a header is damaged", reason="codec")
         header = decode_header(part[at:], key=key)
-        indices = struct.unpack_from(f"<{count}H", part, _PART.size)
+        indices = struct.unpack_from(f"<{count}H", part, _PARTIAL_FIELDS.size)
         claims.add((header.kind, header.dtype, header.shape, total))
         if len(header.checksums) != count or not found.keys().isdisjoint(indices):
             raise CodecError("two parts contain the same segment", reason="parts")
@@ -174,7 +174,9 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
     return encode_header(PayloadHeader(kind, key, dtype, shape, tuple(found[i] for i in range(total))))
 
 
-def verify(header: PayloadHeader, payload: memoryview, segments: Sequence[int] | None = None) -> None:
+def verify_checksums(
+    header: PayloadHeader, payload: memoryview, segments: Sequence[int] | None = None
+) -> None:
     """Verify the checksums of a payload, or of only the given segments, against the header.
 
     Raises CodecError("corrupt") at the first segment whose checksum differs.

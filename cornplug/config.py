@@ -6,7 +6,7 @@ other relative path is relative to the working directory.
 
 Every setting is read here. Three other modules read CORNPLUG_* variables that are not settings:
 `sglang_hooks/activation.py` (variables that SGLang's processes pass to their children),
-`planner/launch/command_process.py` (paths of programs in other environments) and `private_paths.py` (folder
+`planner/launch/launcher.py` (paths of programs in other environments) and `private_paths.py` (folder
 for sockets).
 
 The docstring of a setting is its entry in `docs/configuration.md`, which `script/docs` writes.
@@ -36,7 +36,7 @@ from cornplug.settings import (
     QosConfig,
     Section,
     StoreConfig,
-    comma_separated,
+    split_commas,
 )
 
 __all__ = [
@@ -123,35 +123,35 @@ class EncoderConfig(Section):
     @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return comma_separated(value)
+        return split_commas(value)
 
     @field_validator("engine_urls")
     @classmethod
-    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_engine_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 1) > 65535:
                 raise ValueError(f'{url!r} is not an http URL: write "http://host:8750"')
-        if len(_weighted(value)) < len(value):
+        if len(_parse_url_weights(value)) < len(value):
             raise ValueError("a service is listed twice: list each service once")
         return value
 
     def engine_weights(self) -> dict[str, float]:
         """Return the weight of each URL in `engine_urls`."""
-        return _weighted(self.engine_urls)
+        return _parse_url_weights(self.engine_urls)
 
     @field_validator("receivers")
     @classmethod
-    def _readable(cls, value: str) -> str:
-        _networks(value)
+    def _check_receivers(cls, value: str) -> str:
+        _parse_networks(value)
         return value
 
-    def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+    def receiver_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """Return the networks in `receivers`."""
-        return _networks(self.receivers)
+        return _parse_networks(self.receivers)
 
 
-def _weighted(urls: tuple[str, ...]) -> dict[str, float]:
+def _parse_url_weights(urls: tuple[str, ...]) -> dict[str, float]:
     found: dict[str, float] = {}
     for url in urls:
         address, hash_sign, said = url.partition("#")
@@ -165,11 +165,11 @@ def _weighted(urls: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    return tuple(map(ip_network, _words(text)))
+def _parse_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
+    return tuple(map(ip_network, _split_list(text)))
 
 
-def _words(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -214,7 +214,7 @@ class Config(Section):
 _SECTIONS: Final[Mapping[str, type[Section]]] = {
     "store": StoreConfig, "encoder": EncoderConfig, "engine": EngineConfig, "qos": QosConfig,
 }  # fmt: skip
-_PATHS: Final[Mapping[str, frozenset[str]]] = {
+_PATH_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     section: frozenset(
         name
         for name, field in kind.model_fields.items()
@@ -239,16 +239,16 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
                 raise ConfigError(
                     f"{path}: [{section}]", "unknown section", f"Sections: {', '.join(values)}."
                 )
-            values[section].update(_absolute(section, fields, Path(path).parent))
+            values[section].update(_resolve_paths(section, fields, Path(path).parent))
     for name, text in environ.items():
-        section, field = _setting_of(name)
+        section, field = _parse_variable_name(name)
         if section in values:
-            values[section].update(_absolute(section, {field: text}))
+            values[section].update(_resolve_paths(section, {field: text}))
     for dotted, value in (overrides or {}).items():
         section, _, field = dotted.partition(".")
         if section not in values:
             raise ConfigError(dotted, "unknown section", f"Sections: {', '.join(values)}.")
-        values[section].update(_absolute(section, {field: value}))
+        values[section].update(_resolve_paths(section, {field: value}))
     try:
         return Config.model_validate(values)
     except ValidationError as e:
@@ -273,7 +273,7 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         ) from None
 
 
-def portable(config: Config) -> dict[str, Any]:
+def dump_portable(config: Config) -> dict[str, Any]:
     """Return the settings as {"section.field": value} in plain JSON.
 
     `load_portable` restores equal settings from the result, even in a process with another environment or
@@ -284,12 +284,12 @@ def portable(config: Config) -> dict[str, Any]:
     return {
         f"{section}.{field}": str(value) if isinstance(value, Path) else value
         for section, fields in sections.items()
-        for field, value in _absolute(section, fields).items()
+        for field, value in _resolve_paths(section, fields).items()
     }
 
 
 def load_portable(values: Mapping[str, Any]) -> Config:
-    """Restore settings from the result of `portable`. Any other mapping is passed to `load`.
+    """Restore settings from the result of `dump_portable`. Any other mapping is passed to `load`.
 
     Engine flags in `values` are checked, and are not part of the result. Raises the same errors as `load`.
     """
@@ -304,16 +304,16 @@ def load_portable(values: Mapping[str, Any]) -> Config:
     return load(values, environ={}) if is_complete else load(values)
 
 
-def _setting_of(variable: str) -> tuple[str, str]:
+def _parse_variable_name(variable: str) -> tuple[str, str]:
     """Return the section and field of an environment variable, or two empty strings if it is not a
     setting."""
     section, _, field = variable.removeprefix("CORNPLUG_").lower().partition("_")
     return (section, field) if variable.startswith("CORNPLUG_") and field else ("", "")
 
 
-def _absolute(section: str, fields: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
+def _resolve_paths(section: str, fields: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
     """Return the fields of a section, with relative paths resolved against `folder`."""
-    paths = _PATHS[section]
+    paths = _PATH_SETTINGS[section]
     return {
         name: (folder / value).absolute() if name in paths and isinstance(value, (str, Path)) else value
         for name, value in fields.items()

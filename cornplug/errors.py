@@ -48,7 +48,7 @@ class ConfigError(CornplugError):
         self.remedy = remedy
 
 
-class SocketTaken(ConfigError):
+class SocketInUse(ConfigError):
     """Another process is listening on the path in this setting."""
 
     def __init__(self, setting: str, path: Path) -> None:

@@ -23,32 +23,32 @@ process could use a port in Linux's range.
 """
 
 
-_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"})
+_PROXY_VARIABLES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"})
 """Environment variables, in lower case, that set the proxy of HTTP libraries."""
 
 
-def free_port(*, room: int = 0) -> int:
+def free_port(*, extra_ports: int = 0) -> int:
     """Return a TCP port of the loopback address on which no process listens.
 
     Args:
-        room: Number of additional ports above the returned port that the server uses. They are also below the
-            range for outgoing connections.
+        extra_ports: Number of additional ports above the returned port that the server uses. They are also
+            below the range for outgoing connections.
     """
-    for port in random.sample(_PORTS[: len(_PORTS) - room], 64):
+    for port in random.sample(_PORTS[: len(_PORTS) - extra_ports], 64):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
     raise OSError(errno.EADDRINUSE, f"no free port found between {_PORTS.start} and {_PORTS.stop - 1}")
 
 
-def reachable(host: str) -> str:
+def reachable_address(host: str) -> str:
     """Return the address at which processes on this host can reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without proxy variables, for a process that must not use a proxy."""
-    return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
+    return {name: value for name, value in environ.items() if name.lower() not in _PROXY_VARIABLES}
 
 
 @cache

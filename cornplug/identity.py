@@ -43,14 +43,14 @@ _LINK_BYTES: Final = 4 * LINK_TOKENS
 
 def digest(domain: str, *parts: bytes) -> bytes:
     """Return the SHA-256 of a domain name and parts, each prefixed by its length as 8 bytes big-endian."""
-    return hashlib.sha256(_framed(domain.encode(), *parts)).digest()
+    return hashlib.sha256(_length_prefixed(domain.encode(), *parts)).digest()
 
 
-def _framed(*parts: bytes) -> bytes:
+def _length_prefixed(*parts: bytes) -> bytes:
     return b"".join([struct.pack(">Q", len(part)) + part for part in parts])
 
 
-def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
+def keyed_digest(secret: bytes, domain: str, *parts: bytes) -> bytes:
     """Return the HMAC-SHA256 of `digest` with the store's secret.
 
     Only processes with the secret can compute keys.
@@ -58,7 +58,7 @@ def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
     return hmac.digest(secret, digest(domain, *parts), "sha256")
 
 
-def canonical(value: Mapping[str, Any]) -> bytes:
+def canonical_json(value: Mapping[str, Any]) -> bytes:
     """Encode a spec as canonical JSON (sorted keys, no spaces, no NaN).
 
     Raises TypeError or ValueError for a value that JSON cannot represent. Such a value must not be omitted,
@@ -84,7 +84,7 @@ def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]
 
 def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
     """Return the fingerprint of the settings on which a tower's output depends, without weights and media."""
-    return digest("cornplug-spec-v1", canonical(spec))
+    return digest("cornplug-spec-v1", canonical_json(spec))
 
 
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
@@ -163,9 +163,9 @@ def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
         metadata: Rate, duration and numbers of the sampled frames. They determine positions and timestamps in
             the language model, which `frames_digest` does not cover.
 
-    Raises TypeError or ValueError in the same cases as `canonical`.
+    Raises TypeError or ValueError in the same cases as `canonical_json`.
     """
-    return digest("cornplug-processor-video-v1", frames, canonical(metadata))
+    return digest("cornplug-processor-video-v1", frames, canonical_json(metadata))
 
 
 def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -> bytes:
@@ -176,7 +176,7 @@ def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -
         media: `pixels_digest`, `frames_digest`, `processor_video_digest`, `samples_digest` or `array_digest`.
         salt: The request's salt, or None. All requests without a salt share entries. "" is also a salt.
     """
-    return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))
+    return keyed_digest(secret, "cornplug-embedding-v1", model, media, _encode_salt(salt))
 
 
 def feature_key(
@@ -187,8 +187,8 @@ def feature_key(
     `inputs` are the `array_digest`s of the tower's input tensors in a fixed order. The key does not include
     the preprocessing, because it determines these tensors.
     """
-    return keyed(
-        secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _salt(salt)
+    return keyed_digest(
+        secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _encode_salt(salt)
     )
 
 
@@ -198,10 +198,12 @@ def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any],
     This includes the language model (with adapters and quantisation), cache dtype, rope, page geometry and
     salt.
     """
-    return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
+    return keyed_digest(
+        secret, "cornplug-kv-root-v2", language_model_fp, canonical_json(kv_spec), _encode_salt(salt)
+    )
 
 
-def medium_lineage(key: bytes, rows: int) -> bytes:
+def media_lineage(key: bytes, rows: int) -> bytes:
     """Return the 32-byte digest that represents a medium in the keys of KV pages.
 
     Args:
@@ -223,7 +225,7 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     """Return the four token values that represent, in rotation, the placeholder tokens of a medium.
 
-    `lineage` is the result of `medium_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts the
+    `lineage` is the result of `media_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts the
     same values into the prompt's tokens (sglang/srt/managers/schedule_batch.py, 0.5.23). Each value is
     1_000_000 plus 62 bits of sha256(tag || lineage), which is larger than any vocabulary.
     """
@@ -238,7 +240,7 @@ def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     )
 
 
-def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
+def hash_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     """Return the chain values of all links in `tokens`, whose number must be a multiple of LINK_TOKENS.
 
     A chain value is SGLang's published page hash: sha256(prior || tokens as little-endian u32). If a token
@@ -250,7 +252,7 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     try:
         packed = array("I", tokens)
     except OverflowError:
-        return _chain_with_wide_tokens(prior, tokens)
+        return _hash_chain_wide(prior, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
     # The loop does not call Python functions, because a prompt has thousands of links and this runs on an
@@ -262,7 +264,7 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     return out
 
 
-def _chain_with_wide_tokens(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
+def _hash_chain_wide(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     out = []
     for start in range(0, len(tokens), LINK_TOKENS):
         link = tokens[start : start + LINK_TOKENS]
@@ -282,36 +284,36 @@ def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -
 
 def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
     """Return `page_key` for each chain value."""
-    # `keyed` is inlined here, so that the bytes that all keys of a root share are encoded only once.
-    before = _before_link(root, page_tokens)
+    # `keyed_digest` is inlined here, so that the bytes that all keys of a root share are encoded only once.
+    before = _page_key_prefix(root, page_tokens)
     sha256, hmac_sha256 = hashlib.sha256, hmac.digest
     return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
 
 
 @lru_cache
-def _before_link(root: bytes, page_tokens: int) -> bytes:
-    before = _framed(b"cornplug-page-v3", root, struct.pack(">Q", page_tokens))
+def _page_key_prefix(root: bytes, page_tokens: int) -> bytes:
+    before = _length_prefixed(b"cornplug-page-v3", root, struct.pack(">Q", page_tokens))
     return before + struct.pack(">Q", DIGEST_BYTES)
 
 
-def _salt(salt: str | None) -> bytes:
+def _encode_salt(salt: str | None) -> bytes:
     return b"\x00" if salt is None else b"\x01" + salt.encode()
 
 
-def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
+def media_digest_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
     """Return the media digest of a medium that is processed with a request's processor arguments.
 
     If `options` is empty, the digest is unchanged, so that an image has the same key in all APIs.
     """
-    return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
+    return digest("cornplug-media-options-v1", media, canonical_json(options)) if options else media
 
 
-def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
+def trainer_identity(identity: bytes, start_fp: bytes, version: str) -> bytes:
     """Return the identity of weights to which a trainer has assigned a version.
 
     Args:
         identity: Identity of the weights with which the engine started.
-        start: Fingerprint of all weights of the checkpoint with which the engine started. It is necessary,
+        start_fp: Fingerprint of all weights of the checkpoint with which the engine started. It is necessary,
             because two checkpoints can have the same `identity`, and their trainers can assign the same
             versions.
         version: Version that the trainer has assigned.
@@ -319,13 +321,13 @@ def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
     The result differs from the identity of every checkpoint.
     """
     return digest(
-        "cornplug-trainer-weights-v1", identity, start, version.encode("utf-8", errors="surrogatepass")
+        "cornplug-trainer-weights-v1", identity, start_fp, version.encode("utf-8", errors="surrogatepass")
     )
 
 
-def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
+def identity_with_overrides(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
     """Return the identity of a model with settings that override the checkpoint's settings.
 
     Returns `identity` if there are no overrides.
     """
-    return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity
+    return digest("cornplug-overridden-v1", identity, canonical_json(overrides)) if overrides else identity

@@ -30,7 +30,7 @@ from cornplug.errors import LayoutError
 PLANES = 2
 """Number of planes per layer: K and V. MLA caches one latent plane instead."""
 
-QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
+QUANTISED_FORMATS = frozenset({"fp8_e4m3", "fp8_e5m2"})
 """Formats of values that pages store in one byte each."""
 
 MAX_SEGMENTS = 0xFFFF
@@ -47,7 +47,7 @@ class PageSize(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WholePage:
+class CombinedPageSize:
     """Total size of several kinds of pages for the same tokens."""
 
     page_tokens: int
@@ -87,13 +87,13 @@ class PageGeometry:
     """Kind, shapes and dtypes of a recurrent state, or "" for KV. A page with a state has one state of `dim`
     bytes per layer instead of `page_tokens` rows: the state after the page's last token. Each "head" in
     `heads` is the part of the state on one rank."""
-    beside: str = ""
+    model_state: str = ""
     """`state` of the model's recurrent layers, if this page belongs to the attention layers. The precision of
     the state affects the KV in this page. "" if the model has no recurrent layers."""
 
     def __post_init__(self) -> None:
         of_bytes = self.dtype == "uint8"
-        if not (self.state or self.quantised in QUANTISED if of_bytes else self.dtype in ITEM_BYTES):
+        if not (self.state or self.quantised in QUANTISED_FORMATS if of_bytes else self.dtype in ITEM_BYTES):
             raise LayoutError(
                 f"KV caches with dtype {self.dtype!r} are not shared, only {', '.join(ITEM_BYTES)}",
                 reason="kv_dtype",
@@ -133,7 +133,7 @@ class PageGeometry:
     def page_bytes(self) -> int:
         return self.heads * self.layers * self.layer_bytes
 
-    def runs_in(self, segments: int) -> int | None:
+    def runs_for_segments(self, segments: int) -> int | None:
         """Return the number of runs of layers in a page with this number of segments.
 
         Returns None if a page with this geometry cannot have this number of segments.
@@ -148,7 +148,7 @@ class PageGeometry:
             "shape": list(self.shape),
             "dtype": self.dtype,
         }
-        named = {"engine": self.engine, "quantised": self.quantised, "beside": self.beside}
+        named = {"engine": self.engine, "quantised": self.quantised, "beside": self.model_state}
         fields |= {name: value for name, value in named.items() if value}
         if self.state:
             fields["state"] = {"of": self.state, "every": self.page_tokens}
@@ -167,13 +167,13 @@ class RankSlice:
     """Whether this rank writes the heads. False if another rank writes the same heads, because the TP degree
     is above the number of KV heads."""
 
-    def runs(self, page: PageGeometry, runs: int) -> range:
+    def run_range(self, page: PageGeometry, runs_per_head: int) -> range:
         """Return the runs that contain this rank's layers, in a page with `runs` runs of layers per head."""
-        size = page.layers // runs
+        size = page.layers // runs_per_head
         return range(self.layers.start // size, -(-self.layers.stop // size))
 
 
-def layer_runs(layers: int, first_layers: Iterable[int]) -> int:
+def count_layer_runs(layers: int, first_layers: Iterable[int]) -> int:
     """Return the smallest number of equal runs of layers such that no pipeline stage begins inside a run."""
     return layers // math.gcd(layers, *first_layers)
 

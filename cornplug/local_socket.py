@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cornplug.errors import ConfigError, ProtocolError, SocketTaken
+from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.private_paths import open_file, open_folder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _CHUNK_BYTES: Final = 1 << 20
 _BACKLOG: Final = 128
 _RETRY_S: Final = 0.05
-_TOUCH_S: Final = 3600.0
+_REFRESH_S: Final = 3600.0
 """Interval in seconds at which the timestamps of the socket, its lock and its folder are updated, because
 cleaners of /tmp remove files that are a few days old."""
 
@@ -48,21 +48,21 @@ _Inode = tuple[int, int]
 # -- frames --
 
 
-def frame(body: bytes, *, limit: int) -> bytes:
+def encode_frame(body: bytes, *, limit: int) -> bytes:
     """Return the frame for a body. Raises ValueError if the body has more than `limit` bytes."""
     if len(body) > limit:
         raise ValueError(f"message has {len(body)} bytes, the limit is {limit}")
     return _LENGTH.pack(len(body)) + body
 
 
-def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
+def pop_frame(buffer: bytearray, *, limit: int) -> bytes | None:
     """Remove the first frame from `buffer` and return its body, or None if the frame is incomplete.
 
     Raises ProtocolError if the length is 0 or above `limit`.
     """
     if len(buffer) < _LENGTH.size:
         return None
-    end = _LENGTH.size + _checked(_LENGTH.unpack_from(buffer)[0], limit)
+    end = _LENGTH.size + _check_length(_LENGTH.unpack_from(buffer)[0], limit)
     if len(buffer) < end:
         return None
     body = bytes(memoryview(buffer)[_LENGTH.size : end])
@@ -77,7 +77,7 @@ def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
     connection, and TimeoutError after the socket's timeout.
     """
     (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    return _receive_exactly(sock, _checked(size, limit))
+    return _receive_exactly(sock, _check_length(size, limit))
 
 
 async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
@@ -95,10 +95,10 @@ async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
     Raises the same errors as `read_frame`.
     """
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return _checked(size, limit)
+    return _check_length(size, limit)
 
 
-def _checked(size: int, limit: int) -> int:
+def _check_length(size: int, limit: int) -> int:
     if not 0 < size <= limit:
         raise ProtocolError(f"frame has {size} bytes, must be between 1 and {limit}")
     return size
@@ -123,33 +123,33 @@ class FrameBuffer:
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._out: collections.deque[tuple[int, memoryview]] = collections.deque()
-        self._sent_of_first = 0
-        self._in = bytearray()
+        self._send_queue: collections.deque[tuple[int, memoryview]] = collections.deque()
+        self._first_sent_bytes = 0
+        self._receive_buffer = bytearray()
         self.unsent_bytes = 0
 
     def add(self, number: int, body: bytes) -> None:
         """Queue a frame. `number` identifies the frame for `drop`. Raises ValueError if the body is too
         large."""
-        whole = memoryview(frame(body, limit=self._limit))
-        self._out.append((number, whole))
+        whole = memoryview(encode_frame(body, limit=self._limit))
+        self._send_queue.append((number, whole))
         self.unsent_bytes += len(whole)
 
     def drop(self, numbers: set[int]) -> None:
         """Remove the frames with these numbers from the queue, except a frame that has been sent in part."""
         kept: collections.deque[tuple[int, memoryview]] = collections.deque()
-        for place, (number, whole) in enumerate(self._out):
-            if number in numbers and not (place == 0 and self._sent_of_first):
+        for place, (number, whole) in enumerate(self._send_queue):
+            if number in numbers and not (place == 0 and self._first_sent_bytes):
                 self.unsent_bytes -= len(whole)
             else:
                 kept.append((number, whole))
-        self._out = kept
+        self._send_queue = kept
 
     def clear(self) -> None:
         """Discard all unsent and received data, for example after the end of a connection."""
-        self._out.clear()
-        self._in.clear()
-        self._sent_of_first = 0
+        self._send_queue.clear()
+        self._receive_buffer.clear()
+        self._first_sent_bytes = 0
         self.unsent_bytes = 0
 
     def send(self, sock: socket.socket) -> None:
@@ -157,17 +157,17 @@ class FrameBuffer:
 
         Raises OSError if the connection is closed.
         """
-        while self._out:
-            whole = self._out[0][1]
+        while self._send_queue:
+            whole = self._send_queue[0][1]
             try:
-                sent = sock.send(whole[self._sent_of_first :])
+                sent = sock.send(whole[self._first_sent_bytes :])
             except BlockingIOError:
                 return
-            self._sent_of_first += sent
+            self._first_sent_bytes += sent
             self.unsent_bytes -= sent
-            if self._sent_of_first == len(whole):
-                self._out.popleft()
-                self._sent_of_first = 0
+            if self._first_sent_bytes == len(whole):
+                self._send_queue.popleft()
+                self._first_sent_bytes = 0
 
     def receive(self, sock: socket.socket) -> Iterator[bytes]:
         """Receive data and yield the bodies of all complete frames.
@@ -181,15 +181,15 @@ class FrameBuffer:
             return
         if not data:
             raise ConnectionResetError("connection closed by the peer")
-        self._in += data
-        while (body := take_frame(self._in, limit=self._limit)) is not None:
+        self._receive_buffer += data
+        while (body := pop_frame(self._receive_buffer, limit=self._limit)) is not None:
             yield body
 
 
 # -- the peer --
 
 
-def foreign_user(sock: socket.socket) -> int | None:
+def foreign_peer_uid(sock: socket.socket) -> int | None:
     """Return the peer's user id if the peer is another user, or None if it is this process's user.
 
     The peer of a server is the user that connected. The peer of a client is the user that started to listen.
@@ -230,13 +230,13 @@ class SocketClaim:
         self._path = path
         self._setting = setting
         self._lock_name = path.name + ".lock"
-        self._folder = self._lock = -1
-        self._socket: _Inode | None = None
-        self._touched_s = time.monotonic()
-        self._logged = ""
+        self._folder_fd = self._lock_fd = -1
+        self._socket_inode: _Inode | None = None
+        self._refreshed_s = time.monotonic()
+        self._last_problem = ""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._take(wait_s=wait_s)
+            self._claim(wait_s=wait_s)
         except OSError as e:
             self.close()
             raise ConfigError(setting, f"{path}: {e.strerror}", "Use another path.") from e
@@ -250,74 +250,76 @@ class SocketClaim:
         The socket is new if the path was claimed again. Returns None if another process has claimed the path.
         """
         try:
-            if not self._stands():
+            if not self._is_valid():
                 _log.warning("%s or its lock was removed or replaced: trying to create it again", self._path)
-                self._take(wait_s=0.0)
-            self._touch()
-            self._logged = ""
-        except SocketTaken:
+                self._claim(wait_s=0.0)
+            self._refresh_timestamps()
+            self._last_problem = ""
+        except SocketInUse:
             return None
         except (OSError, ConfigError) as e:
             # Keep serving connected clients. Without the folder, another process cannot claim the path
             # either.
-            if str(e) != self._logged:
+            if str(e) != self._last_problem:
                 _log.warning("new clients cannot connect to %s: %s", self._path, e)
-            self._logged = str(e)
+            self._last_problem = str(e)
         return self.listener
 
     def close(self) -> None:
         """Release the claim, and remove the socket's file if it still belongs to this claim."""
         with contextlib.suppress(OSError):
-            if self._stands():
-                os.unlink(self._path.name, dir_fd=self._folder)
+            if self._is_valid():
+                os.unlink(self._path.name, dir_fd=self._folder_fd)
         self.listener.close()
-        for fd in (self._lock, self._folder):
+        for fd in (self._lock_fd, self._folder_fd):
             if fd >= 0:
                 os.close(fd)
-        self._lock = self._folder = -1
+        self._lock_fd = self._folder_fd = -1
 
-    def _stands(self) -> bool:
-        here, open_here = self._inode(self._path.parent, None), _inode(os.fstat(self._folder))
-        lock = self._inode(self._lock_name, self._folder)
+    def _is_valid(self) -> bool:
+        here, open_here = self._stat_inode(self._path.parent, None), _inode_of(os.fstat(self._folder_fd))
+        lock = self._stat_inode(self._lock_name, self._folder_fd)
         return (
             here == open_here
-            and lock == _inode(os.fstat(self._lock))
-            and self._socket is not None
-            and self._inode(self._path.name, self._folder) == self._socket
+            and lock == _inode_of(os.fstat(self._lock_fd))
+            and self._socket_inode is not None
+            and self._stat_inode(self._path.name, self._folder_fd) == self._socket_inode
         )
 
-    def _take(self, *, wait_s: float) -> None:
+    def _claim(self, *, wait_s: float) -> None:
         folder = open_folder(self._path.parent, setting=self._setting)
-        if self._folder >= 0:
-            os.close(self._folder)
-        self._folder = folder
-        self._take_lock(time.monotonic() + wait_s)
-        if self._socket is None or self._inode(self._path.name, folder) != self._socket:
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+        self._folder_fd = folder
+        self._acquire_lock(time.monotonic() + wait_s)
+        if self._socket_inode is None or self._stat_inode(self._path.name, folder) != self._socket_inode:
             self._listen()
 
-    def _take_lock(self, give_up_s: float) -> None:
-        while self._lock < 0 or self._inode(self._lock_name, self._folder) != _inode(os.fstat(self._lock)):
-            fd = open_file(self._folder, self._lock_name, os.O_RDWR)
+    def _acquire_lock(self, deadline_s: float) -> None:
+        while self._lock_fd < 0 or self._stat_inode(self._lock_name, self._folder_fd) != _inode_of(
+            os.fstat(self._lock_fd)
+        ):
+            fd = open_file(self._folder_fd, self._lock_name, os.O_RDWR)
             if not try_lock(fd):
                 os.close(fd)
-                if time.monotonic() >= give_up_s:
-                    raise SocketTaken(self._setting, self._path)
+                if time.monotonic() >= deadline_s:
+                    raise SocketInUse(self._setting, self._path)
                 time.sleep(_RETRY_S)
                 continue
-            if self._lock >= 0:
-                os.close(self._lock)
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
             # Check again, because the file may have been replaced before it was locked.
-            self._lock = fd
+            self._lock_fd = fd
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path.name, dir_fd=self._folder)
+            os.unlink(self._path.name, dir_fd=self._folder_fd)
         fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         mask = os.umask(0o177)
         try:
             fresh.bind(str(self._path))
             fresh.listen(_BACKLOG)
-            self._socket = self._inode(self._path.name, self._folder)
+            self._socket_inode = self._stat_inode(self._path.name, self._folder_fd)
         except OSError as e:
             fresh.close()
             problem = f"cannot listen on {self._path}: {e}"
@@ -327,20 +329,20 @@ class SocketClaim:
         self.listener.close()
         self.listener = fresh
 
-    def _touch(self) -> None:
-        if time.monotonic() - self._touched_s > _TOUCH_S:
-            self._touched_s = time.monotonic()
-            os.utime(self._path.name, dir_fd=self._folder)
-            for fd in (self._lock, self._folder):
+    def _refresh_timestamps(self) -> None:
+        if time.monotonic() - self._refreshed_s > _REFRESH_S:
+            self._refreshed_s = time.monotonic()
+            os.utime(self._path.name, dir_fd=self._folder_fd)
+            for fd in (self._lock_fd, self._folder_fd):
                 os.utime(fd)
 
     @staticmethod
-    def _inode(name: str | Path, folder: int | None) -> _Inode | None:
+    def _stat_inode(name: str | Path, folder: int | None) -> _Inode | None:
         try:
-            return _inode(os.stat(name, dir_fd=folder, follow_symlinks=False))
+            return _inode_of(os.stat(name, dir_fd=folder, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
 
-def _inode(about: os.stat_result) -> _Inode:
-    return about.st_dev, about.st_ino
+def _inode_of(stat_result: os.stat_result) -> _Inode:
+    return stat_result.st_dev, stat_result.st_ino

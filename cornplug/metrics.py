@@ -200,18 +200,18 @@ class Tally:
         self._counts: dict[tuple[str, Labels], float] = {}
         self._samples: dict[tuple[str, Labels], list[float]] = {}
 
-    def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add `by` to a counter.
+    def count(self, name: str, *labels: str, amount: float = 1) -> None:
+        """Add `amount` to a counter.
 
         Raises KeyError for an unknown metric, and ValueError for a wrong number of labels or another kind.
         """
-        self._check(name, labels, "counter")
+        self._check_metric(name, labels, "counter")
         with self._lock:
-            self._counts[name, labels] = self._counts.get((name, labels), 0) + by
+            self._counts[name, labels] = self._counts.get((name, labels), 0) + amount
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add one sample to a histogram."""
-        self._check(name, labels, "histogram")
+        self._check_metric(name, labels, "histogram")
         with self._lock:
             self._samples.setdefault((name, labels), []).append(value)
 
@@ -231,7 +231,7 @@ class Tally:
         return out
 
     @staticmethod
-    def _check(name: str, labels: Iterable[str], kind: str) -> None:
+    def _check_metric(name: str, labels: Iterable[str], kind: str) -> None:
         metric = METRICS[name]
         if metric.kind != kind or len(tuple(labels)) != len(metric.labels):
             raise ValueError(f"{name} is a {metric.kind} with labels {metric.labels}")

@@ -62,12 +62,12 @@ def open_folder(path: Path, *, setting: str) -> int:
     return folder
 
 
-def folder_problem(about: os.stat_result) -> str:
+def folder_problem(stat_result: os.stat_result) -> str:
     """Return the reason why other users may write to a folder, or "" if only this user can."""
-    if about.st_uid != os.getuid():
-        return f"belongs to user {about.st_uid}"
-    if about.st_mode & 0o022:
-        return f"is writable by other users (mode {stat.S_IMODE(about.st_mode):04o})"
+    if stat_result.st_uid != os.getuid():
+        return f"belongs to user {stat_result.st_uid}"
+    if stat_result.st_mode & 0o022:
+        return f"is writable by other users (mode {stat.S_IMODE(stat_result.st_mode):04o})"
     return ""
 
 
@@ -80,35 +80,35 @@ def open_file(folder: int, name: str, flags: int) -> int:
     return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
-def secret_problem(about: os.stat_result) -> str:
+def secret_problem(stat_result: os.stat_result) -> str:
     """Return the reason why a file cannot be used as this user's secret, or "" if it can.
 
     A file that belongs to root may be readable by its group. Kubernetes creates such files in pods with an
     fsGroup.
     """
-    mode = stat.S_IMODE(about.st_mode)
-    if about.st_uid not in (0, os.getuid()):
-        return f"belongs to user {about.st_uid}"
-    if mode & (0o037 if about.st_uid == 0 else 0o077):
+    mode = stat.S_IMODE(stat_result.st_mode)
+    if stat_result.st_uid not in (0, os.getuid()):
+        return f"belongs to user {stat_result.st_uid}"
+    if mode & (0o037 if stat_result.st_uid == 0 else 0o077):
         return f"has mode {mode:03o}, so other users can read it"
     return ""
 
 
-def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = True) -> bytes:
+def read_secret(path: Path, *, setting: str = "store.secret_file", create: bool = True) -> bytes:
     """Read the 32-byte secret from a file.
 
-    With `make`, the file is created with mode 0600 if it does not exist. Raises ConfigError, which names
+    With `create`, the file is created with mode 0600 if it does not exist. Raises ConfigError, which names
     `setting`, if the file cannot be read or created, does not have exactly 32 bytes, or can be read by other
     users.
     """
     try:
-        if make and not path.exists():
-            _make_secret(path)
+        if create and not path.exists():
+            _create_secret(path)
         with path.open("rb") as file:
             about, secret = os.fstat(file.fileno()), file.read()
     except OSError as e:
         variable = f"CORNPLUG_{setting.replace('.', '_').upper()}"
-        remedy = f"Set {variable} to a file that this user can read{' or create' if make else ''}."
+        remedy = f"Set {variable} to a file that this user can read{' or create' if create else ''}."
         raise ConfigError(setting, f"{path}: {e.strerror}", remedy) from e
     if len(secret) != 32:
         problem = f"{path} has {len(secret)} bytes"
@@ -121,19 +121,19 @@ def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = 
     return secret
 
 
-def is_own_secret(path: Path) -> bool:
+def is_default_secret(path: Path) -> bool:
     """Return whether a path is the default secret file, which each host creates with random content."""
     return path.absolute() == (cache_dir() / "secret").absolute()
 
 
-def replace_text(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """Replace the content of a file atomically. Readers get either the old or the new content."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
-def _make_secret(path: Path) -> None:
+def _create_secret(path: Path) -> None:
     """Create the secret file. If several processes create it concurrently, all get the same secret."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -46,8 +46,8 @@ class ManagedProcess:
         env: Complete environment of the process, or None for the environment of this process.
         name: Name for messages, or None for the program with its first two arguments.
         health: Function that returns whether the process is ready. None means that it is ready immediately.
-            Subclasses may override `ready` instead.
-        ready_s: Maximum time in seconds that `start` waits until the process is ready.
+            Subclasses may override `is_ready` instead.
+        ready_timeout_s: Maximum time in seconds that `start` waits until the process is ready.
         ends_with_parent: Whether the child process gets SIGTERM if this process ends without stopping it,
             even by SIGKILL. The kernel sends the signal when the thread that spawned the child process ends,
             so `spawn` must run in the main thread.
@@ -61,21 +61,21 @@ class ManagedProcess:
         env: Mapping[str, str] | None = None,
         name: str | None = None,
         health: Callable[[], bool] | None = None,
-        ready_s: float = 30,
+        ready_timeout_s: float = 30,
         ends_with_parent: bool = False,
     ) -> None:
         self.argv = list(argv)
         self.log = log
         self.env = dict(os.environ if env is None else env)
         self.name = name or " ".join(self.argv[:3])
-        self.ready_s = ready_s
-        self.began_s = time.monotonic()
+        self.ready_timeout_s = ready_timeout_s
+        self.started_s = time.monotonic()
         self._health = health
         self._process: subprocess.Popen[bytes] | None = None
-        self._parent = os.getpid()
+        self._parent_pid = os.getpid()
         self._ends_with_parent = ends_with_parent
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether the process is ready."""
         return self._health is None or self._health()
 
@@ -86,7 +86,7 @@ class ManagedProcess:
         """
         self.spawn()
         try:
-            while not self.serves():
+            while not self.check_ready():
                 time.sleep(_POLL_S)
         except BaseException:
             self.stop(grace_s=2)
@@ -98,7 +98,7 @@ class ManagedProcess:
 
         Raises ProcessFailed if it is already running, and OSError in the same cases as `subprocess.Popen`.
         """
-        if self.alive():
+        if self.is_alive():
             raise ProcessFailed(f"{self.name} is already running as process {self.pid}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
@@ -109,27 +109,30 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 env=self.env,
                 start_new_session=True,
-                preexec_fn=self._in_child(),
+                preexec_fn=self._child_setup(),
             )
-        self.began_s, self._parent = time.monotonic(), os.getpid()
+        self.started_s, self._parent_pid = time.monotonic(), os.getpid()
         _running.add(self)
 
-    def serves(self) -> bool:
-        """Return whether the process is ready. Raises ProcessFailed if it has ended, or after `ready_s`."""
-        ready = self.ready()
+    def check_ready(self) -> bool:
+        """Return whether the process is ready. Raises ProcessFailed if it has ended, or after
+        `ready_timeout_s`."""
+        ready = self.is_ready()
         # Check even if it is ready, because another process may respond at its address.
         if not ready or self._health is not None:
-            self.check("before it was ready")
-        if not ready and time.monotonic() - self.began_s > self.ready_s:
-            raise ProcessFailed(f"{self.name}: not ready after {self.ready_s:g} s; {self.log_end()}")
+            self.check_alive("before it was ready")
+        if not ready and time.monotonic() - self.started_s > self.ready_timeout_s:
+            raise ProcessFailed(
+                f"{self.name}: not ready after {self.ready_timeout_s:g} s; {self.log_excerpt()}"
+            )
         return ready
 
-    def check(self, when: str = "") -> None:
+    def check_alive(self, when: str = "") -> None:
         """Raise ProcessFailed with the end of the log if the leader has ended."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             moment = f" {when}" if when else ""
-            raise ProcessFailed(f"{self.name} ended with status {status}{moment}; {self.log_end()}")
+            raise ProcessFailed(f"{self.name} ended with status {status}{moment}; {self.log_excerpt()}")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -146,7 +149,7 @@ class ManagedProcess:
             raise ProcessFailed(f"{self.name} has not been started")
         return self._process.pid
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the leader is running."""
         return self._process is not None and self._process.poll() is None
 
@@ -162,17 +165,17 @@ class ManagedProcess:
         process of the session survives SIGKILL.
         """
         self.terminate()
-        return self.wait_end(grace_s)
+        return self.wait_until_ended(grace_s)
 
     def terminate(self) -> None:
         """Send SIGTERM to the leader, so that it finishes its work and ends."""
         if self._process is None:
             return
-        self.cont()
-        if self.alive():
+        self.resume()
+        if self.is_alive():
             self._process.terminate()
 
-    def wait_end(self, grace_s: float) -> int | None:
+    def wait_until_ended(self, grace_s: float) -> int | None:
         """Wait up to `grace_s` seconds until the leader ends, then kill all remaining processes of the
         session.
 
@@ -207,7 +210,7 @@ class ManagedProcess:
         """Send SIGSTOP to every process of the session."""
         self._signal_all(signal.SIGSTOP)
 
-    def cont(self) -> None:
+    def resume(self) -> None:
         """Send SIGCONT to every process of the session."""
         self._signal_all(signal.SIGCONT)
 
@@ -215,16 +218,16 @@ class ManagedProcess:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def log_end(self) -> str:
+    def log_excerpt(self) -> str:
         """Return the log's name and last lines, for an error message."""
         return f"its log {self.log} ends with:\n{self.log_tail()}"
 
-    def end_with_parent(self) -> None:
+    def kill_at_exit(self) -> None:
         """Kill the session, unless the current process is a fork of the process that started the session."""
-        if self._parent == os.getpid():
+        if self._parent_pid == os.getpid():
             self.kill()
 
-    def _in_child(self) -> Callable[[], None] | None:
+    def _child_setup(self) -> Callable[[], None] | None:
         """Return a function that the child runs between fork and exec, or None.
 
         The function makes only system calls, because another thread of the parent could have held a lock
@@ -249,7 +252,7 @@ class ManagedProcess:
                 os.kill(pid, number)
 
 
-def answers(url: str) -> bool:
+def responds_ok(url: str) -> bool:
     """Return whether a GET of `url` returns status 200 within two seconds."""
     try:
         return httpx.get(url, timeout=2, trust_env=False, verify=tls_context()).status_code == 200
@@ -274,6 +277,6 @@ def _session_members(session: int) -> list[int]:
 
 
 @atexit.register
-def _end_all() -> None:
+def _kill_all() -> None:
     for process in list(_running):
-        process.end_with_parent()
+        process.kill_at_exit()

@@ -33,7 +33,7 @@ from cornplug.config import QosConfig
 
 CLASS_HEADER: Final = "x-cornplug-class"
 APP_HEADER: Final = "x-cornplug-app"
-LEAST_SHARE: Final = 0.02
+MIN_SHARE: Final = 0.02
 """Minimum share of every class, so that classes of higher priority cannot starve it."""
 
 
@@ -54,7 +54,7 @@ class ServiceClass:
         return self.priority, self.share, self.name
 
 
-ONE_CLASS: Final = ServiceClass(name="default")
+DEFAULT_CLASS: Final = ServiceClass(name="default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class QosClasses:
         config = config or QosConfig()
         asked = {name: one.share for name, one in config.classes.items()}
         asked.setdefault(config.default, 0.0)
-        share = _guaranteed(asked)
+        share = _normalize_shares(asked)
         self._by_name: dict[str, ServiceClass] = {}
         self._by_app: dict[str, ServiceClass] = {}
         self._by_key: list[tuple[bytes, ServiceClass, str | None]] = []
@@ -97,8 +97,8 @@ class QosClasses:
                     deadline_s=one.deadline_s,
                 )
                 self._by_app |= dict.fromkeys(one.apps, made)
-                self._by_key += [(key.encode(), made, tenant) for key, tenant in one.bound_keys()]
-                if not one.bound_keys():
+                self._by_key += [(key.encode(), made, tenant) for key, tenant in one.keys_with_tenants()]
+                if not one.keys_with_tenants():
                     self._keyless.add(name)
             self._by_name[name] = made
         self.default = self._by_name[config.default]
@@ -108,24 +108,24 @@ class QosClasses:
         """Create a single class for all callers, for a service without `[qos]`."""
         return cls()
 
-    def all(self) -> Sequence[ServiceClass]:
+    def ranked_classes(self) -> Sequence[ServiceClass]:
         """Return all classes, beginning with the highest rank."""
         return sorted(self._by_name.values(), key=lambda c: c.rank, reverse=True)
 
-    def of_app(self, app: str) -> ServiceClass:
+    def class_of_app(self, app: str) -> ServiceClass:
         """Return the class of an app.
 
         The name of the app is trusted, because an engine of the same host and user has sent it.
         """
         return self._by_app.get(app, self.default)
 
-    def of_headers(self, headers: Mapping[str, str]) -> QosCaller:
+    def identify_caller(self, headers: Mapping[str, str]) -> QosCaller:
         """Return the caller that sent these HTTP headers (names in lower case).
 
         A class with keys requires one of its keys. If a caller requests a class with keys but has none of its
         keys, or requests a class that does not exist, the class header is ignored.
         """
-        mine, tenant = self._of_key(headers.get("authorization", ""))
+        mine, tenant = self._match_key(headers.get("authorization", ""))
         app = headers.get(APP_HEADER)
         named = self._by_name.get(headers.get(CLASS_HEADER, ""))
         of_app = self._by_app.get(app) if app is not None else None
@@ -137,15 +137,15 @@ class QosClasses:
         return QosCaller(qos=qos, app=app if of_app is qos else None, tenant=tenant)
 
     @property
-    def have_keys(self) -> bool:
+    def has_keys(self) -> bool:
         """Whether any class has a key."""
         return bool(self._by_key)
 
-    def knows(self, authorization: str) -> bool:
+    def is_known_key(self, authorization: str) -> bool:
         """Return whether this Authorization header contains a key of any class."""
-        return self._of_key(authorization)[0] is not None
+        return self._match_key(authorization)[0] is not None
 
-    def _of_key(self, authorization: str) -> tuple[ServiceClass | None, str | None]:
+    def _match_key(self, authorization: str) -> tuple[ServiceClass | None, str | None]:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None, None
@@ -158,10 +158,10 @@ class QosClasses:
         return found
 
 
-def _guaranteed(asked: Mapping[str, float]) -> dict[str, float]:
-    """Raise shares to at least `LEAST_SHARE`, and scale them down if their sum is above 1."""
-    if len(asked) == 1:
-        return dict.fromkeys(asked, 1.0)
-    share = {name: max(one, LEAST_SHARE) for name, one in asked.items()}
+def _normalize_shares(requested: Mapping[str, float]) -> dict[str, float]:
+    """Raise shares to at least `MIN_SHARE`, and scale them down if their sum is above 1."""
+    if len(requested) == 1:
+        return dict.fromkeys(requested, 1.0)
+    share = {name: max(one, MIN_SHARE) for name, one in requested.items()}
     total = max(1.0, sum(share.values()))
     return {name: one / total for name, one in share.items()}

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.settings import NamespaceConfig, bytes_of
+from cornplug.settings import NamespaceConfig, parse_byte_size
 from cornplug.store.base import KEY_BYTES, Reservation, ReserveTerms
 from cornplug.store.daemon.access_log import LoggedCall
 from cornplug.store.daemon.index import StoreIndex
@@ -47,7 +47,7 @@ _BATCH: Final = 64
 _FORMATS: Final = ("cornplug", "mooncake", "qwen", "oracle")
 MOONCAKE_TOKENS: Final = 512
 QWEN_TOKENS: Final = 16
-_ORACLE: Final = struct.Struct("<IQIq")
+_ORACLE_RECORD: Final = struct.Struct("<IQIq")
 _KEY_MASK: Final = (1 << 64) - 1
 
 
@@ -56,25 +56,25 @@ def main(argv: list[str]) -> int:
 
     Raises ConfigError if the trace or a size is invalid.
     """
-    options = _parser().parse_args(argv)
+    options = _build_parser().parse_args(argv)
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
     if not requests:
         raise ConfigError(str(options.trace), "has no requests", "Use a trace with requests.")
-    sizes = [_size(text, requests) for text in options.store.split(",")]
+    sizes = [_parse_store_size(text, requests) for text in options.store.split(",")]
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
-    console.print(_summary(options.trace, requests))
+    console.print(_format_summary(options.trace, requests))
     namespaces = config.load().store.namespaces
     scores = {size: replay(requests, StoreReplay(size, namespaces)) for size in sizes}
-    console.print(_table(scores))
+    console.print(_build_table(scores))
     if options.plot is not None:
         _plot(options.plot, scores)
         console.print(f"wrote {options.plot}")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     defaults = TokenCost()
     parser = argparse.ArgumentParser(
         prog="cornplug replay",
@@ -114,11 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _size(text: str, requests: Sequence[TraceRequest]) -> int:
+def _parse_store_size(text: str, requests: Sequence[TraceRequest]) -> int:
     """Return a size in bytes, from text that is a size or a percentage of the distinct bytes in the trace."""
     percent = text.strip().endswith("%")
     try:
-        found = float(text.strip()[:-1]) / 100 if percent else bytes_of(text)
+        found = float(text.strip()[:-1]) / 100 if percent else parse_byte_size(text)
     except ValueError:
         found = 0
     if found <= 0 or (percent and found > 1):
@@ -126,7 +126,7 @@ def _size(text: str, requests: Sequence[TraceRequest]) -> int:
     return max(64, int(distinct_bytes(requests) * found)) if percent else int(found)
 
 
-def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
+def _format_summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     accesses = sum(len(request.accesses) for request in requests)
     return (
         f"{path}: {len(requests):,} requests, {accesses:,} accesses, "
@@ -135,7 +135,7 @@ def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     )
 
 
-def _table(scores: Mapping[int, ReplayScore]) -> Table:
+def _build_table(scores: Mapping[int, ReplayScore]) -> Table:
     """Return a table with a row for each size. If the trace has several apps, each size is followed by a row
     for each app."""
     table = Table()
@@ -185,7 +185,7 @@ class StoreReplay:
 
     def serve(self, request: TraceRequest) -> list[bool]:
         """Return whether each access finds its entry, and write the missing entries."""
-        keys = [_key(access) for access in request.accesses]
+        keys = [_key_bytes(access) for access in request.accesses]
         mask = self._index.contains(keys)
         there = [key for key, is_there in zip(keys, mask, strict=True) if is_there]
         if request.is_prefix and 0 in mask:
@@ -201,7 +201,7 @@ class StoreReplay:
     def _write(self, request: TraceRequest, missing: Sequence[TraceAccess]) -> None:
         reserved: list[Reservation] = []
         for cost_s, some in groupby(missing, key=lambda access: access.cost_s):
-            entries = [(_key(access), access.size_bytes) for access in some]
+            entries = [(_key_bytes(access), access.size_bytes) for access in some]
             terms = ReserveTerms(request.app, cost_s=cost_s)
             answers = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
             reserved += [answer for answer in answers if isinstance(answer, Reservation)]
@@ -210,7 +210,7 @@ class StoreReplay:
             self._index.commit(_OWNER, one.token, b"")
 
 
-def _key(access: TraceAccess) -> bytes:
+def _key_bytes(access: TraceAccess) -> bytes:
     return access.key.to_bytes(KEY_BYTES)
 
 
@@ -308,7 +308,7 @@ class TokenCost:
     """Seconds to recompute a byte of an entry, for traces that contain neither costs nor tokens."""
 
 
-class _Blocks(msgspec.Struct):
+class _BlockLine(msgspec.Struct):
     timestamp: float
     hash_ids: list[int]
     type: str = "default"
@@ -321,22 +321,22 @@ def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> l
     is detected from the beginning of the file. Raises ConfigError with the invalid line and the remedy.
     """
     try:
-        with _open(path) as file:
+        with _open_trace(path) as file:
             head = file.read(4096)
     except (OSError, EOFError) as e:
         raise ConfigError(str(path), f"cannot be read: {e}", "Pass the path of a readable trace.") from e
-    name = format_name or _guess(head)
+    name = format_name or _detect_format(head)
     if name == "oracle":
-        return list(_oracle(path, cost))
-    read = {"cornplug": _cornplug, "mooncake": _mooncake, "qwen": _qwen}[name]
-    return list(_lines(path, lambda line: read(line, cost)))
+        return list(_read_oracle(path, cost))
+    read = {"cornplug": _parse_cornplug, "mooncake": _parse_mooncake, "qwen": _parse_qwen}[name]
+    return list(_parse_lines(path, lambda line: read(line, cost)))
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open_trace(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
-def _guess(head: bytes) -> str:
+def _detect_format(head: bytes) -> str:
     first = head.split(b"\n", 1)[0]
     if not first.startswith(b"{"):
         return "oracle"
@@ -345,30 +345,30 @@ def _guess(head: bytes) -> str:
     return "qwen" if b'"chat_id"' in first else "mooncake"
 
 
-def _lines(path: Path, read: Callable[[bytes], TraceRequest]) -> Iterator[TraceRequest]:
-    with _open(path) as file:
+def _parse_lines(path: Path, parse: Callable[[bytes], TraceRequest]) -> Iterator[TraceRequest]:
+    with _open_trace(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                yield read(line)
+                yield parse(line)
             except (msgspec.MsgspecError, ValueError) as e:
                 raise ConfigError(
                     f"{path}:{number}", f"not a valid trace line: {e}", "Set the format with --format."
                 ) from e
 
 
-def _mooncake(line: bytes, cost: TokenCost) -> TraceRequest:
-    one = msgspec.json.decode(line, type=_Blocks)
-    return _request(one.timestamp / 1000, "default", one.hash_ids, MOONCAKE_TOKENS, cost)
+def _parse_mooncake(line: bytes, cost: TokenCost) -> TraceRequest:
+    one = msgspec.json.decode(line, type=_BlockLine)
+    return _block_request(one.timestamp / 1000, "default", one.hash_ids, MOONCAKE_TOKENS, cost)
 
 
-def _qwen(line: bytes, cost: TokenCost) -> TraceRequest:
-    one = msgspec.json.decode(line, type=_Blocks)
-    return _request(one.timestamp, one.type, one.hash_ids, QWEN_TOKENS, cost)
+def _parse_qwen(line: bytes, cost: TokenCost) -> TraceRequest:
+    one = msgspec.json.decode(line, type=_BlockLine)
+    return _block_request(one.timestamp, one.type, one.hash_ids, QWEN_TOKENS, cost)
 
 
-def _request(
+def _block_request(
     time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
 ) -> TraceRequest:
     size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
@@ -377,7 +377,7 @@ def _request(
     return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
 
 
-def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
+def _parse_cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
     call = msgspec.json.decode(line, type=LoggedCall)
     accesses = tuple(
         TraceAccess(
@@ -389,15 +389,15 @@ def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
     return TraceRequest(call.t, call.app, accesses, is_prefix=False)
 
 
-def _oracle(path: Path, cost: TokenCost) -> Iterator[TraceRequest]:
-    with _open(path) as file:
+def _read_oracle(path: Path, cost: TokenCost) -> Iterator[TraceRequest]:
+    with _open_trace(path) as file:
         data = file.read()
-    if len(data) % _ORACLE.size:
+    if len(data) % _ORACLE_RECORD.size:
         raise ConfigError(
             str(path),
-            f"{len(data)} bytes are not a whole number of {_ORACLE.size}-byte records",
+            f"{len(data)} bytes are not a whole number of {_ORACLE_RECORD.size}-byte records",
             "Decompress it (zstd -d), or set its format with --format.",
         )
-    for time_s, key, size, _ in _ORACLE.iter_unpack(data):
+    for time_s, key, size, _ in _ORACLE_RECORD.iter_unpack(data):
         access = TraceAccess(key, size, size * cost.seconds_per_byte)
         yield TraceRequest(float(time_s), "default", (access,), is_prefix=False)

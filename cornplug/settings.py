@@ -29,7 +29,7 @@ DEFAULT_NAMESPACE: Final = "default"
 """Namespace of every app that is not listed in another namespace."""
 
 
-def bytes_of(text: str) -> int:
+def parse_byte_size(text: str) -> int:
     """Parse "4GiB", "512 MiB", "1.5GB" or "1048576" into bytes. Raises ValueError for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
     size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
@@ -38,19 +38,19 @@ def bytes_of(text: str) -> int:
     return size_bytes
 
 
-def parse_size(text: str) -> int:
+def parse_size_argument(text: str) -> int:
     """Parse a size for argparse, which adds the name of the flag to the error."""
     try:
-        return bytes_of(text)
+        return parse_byte_size(text)
     except ValueError as e:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
-def _read(value: object) -> object:
-    return bytes_of(value) if isinstance(value, str) else value
+def _parse_if_text(value: object) -> object:
+    return parse_byte_size(value) if isinstance(value, str) else value
 
 
-ByteSize = Annotated[int, BeforeValidator(_read)]
+ByteSize = Annotated[int, BeforeValidator(_parse_if_text)]
 """Type of settings that are a number of bytes, or text with a unit, such as "64GiB"."""
 
 
@@ -58,7 +58,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def comma_separated(value: object) -> object:
+def split_commas(value: object) -> object:
     """Split a string at commas. Any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
@@ -83,7 +83,7 @@ class NamespaceConfig(Section):
     ceiling are rejected."""
 
 
-def metrics_address(text: str) -> tuple[str, int]:
+def parse_metrics_address(text: str) -> tuple[str, int]:
     """Parse "HOST:PORT", "[IPV6]:PORT" or "PORT" (this host only) into host and port. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -148,24 +148,24 @@ class StoreConfig(Section):
     @field_validator("far", "far_secret_files", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return comma_separated(value)
+        return split_commas(value)
 
     @field_validator("far_secret_files")
     @classmethod
-    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    def _check_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         if relative := next((path for path in value if not path.is_absolute()), None):
             raise ValueError(f"{relative} is a relative path: write an absolute path")
         return value
 
     @field_validator("metrics")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _check_metrics_address(cls, value: str) -> str:
         if value:
-            metrics_address(value)
+            parse_metrics_address(value)
         return value
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_consistency(self) -> Self:
         for name, rules in self.namespaces.items():
             at = f"namespaces.{name}"
             if rules.share > rules.ceiling:
@@ -205,15 +205,15 @@ class ClassConfig(Section):
 
     @field_validator("api_keys")
     @classmethod
-    def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+    def _digest_api_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_digest_of_key(key) for key in keys)
 
     @field_validator("tenants")
     @classmethod
-    def _digested_too(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    def _digest_tenant_keys(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         return {tenant: tuple(_digest_of_key(key) for key in keys) for tenant, keys in tenants.items()}
 
-    def bound_keys(self) -> tuple[tuple[str, str | None], ...]:
+    def keys_with_tenants(self) -> tuple[tuple[str, str | None], ...]:
         """Return (digest, tenant) for every key of this class."""
         bound = ((key, tenant) for tenant, keys in self.tenants.items() for key in keys)
         return (*((key, None) for key in self.api_keys), *bound)
@@ -230,7 +230,7 @@ class QosConfig(Section):
     """Classes of service, by name."""
 
     @model_validator(mode="after")
-    def _agree(self) -> Self:
+    def _check_consistency(self) -> Self:
         total = sum(one.share for one in self.classes.values())
         if total > 1 + 1e-9:
             raise ValueError(f"the shares of all classes add up to {total:g}: reduce them to at most 1")
@@ -238,7 +238,7 @@ class QosConfig(Section):
             raise ValueError(
                 f"default: class {self.default!r} does not exist: add [qos.classes.{self.default}]"
             )
-        if self.default in self.classes and self.classes[self.default].bound_keys():
+        if self.default in self.classes and self.classes[self.default].keys_with_tenants():
             raise ValueError("api_keys: the default class is for requests without a key: remove its keys")
         apps = [app for c in self.classes.values() for app in set(c.apps)]
         keys = [key for c in self.classes.values() for key in {*c.api_keys}]

@@ -15,7 +15,7 @@ from cornplug.errors import CornplugError
 
 T = TypeVar("T")
 
-_COUNTED: Final = re.compile(r"\d+ validation errors? for ")
+_PYDANTIC_HEADLINE: Final = re.compile(r"\d+ validation errors? for ")
 """Pattern for the first line of pydantic's error messages, which does not contain the reason."""
 
 NO_TOWER: Final = "the engine runs no tower for it"
@@ -33,49 +33,49 @@ class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
-def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -> SharingVerdict:
-    """Call `questions`, functions that an engine also calls, and return the resulting verdict.
+def verdict_of_checks(what: Literal["KV", "embeddings"], *checks: Callable[[], object]) -> SharingVerdict:
+    """Call `checks`, functions that an engine also calls, and return the resulting verdict.
 
     If a function raises CornplugError, nothing is shared, and the error is the reason.
     """
     try:
-        for question in questions:
+        for question in checks:
             question()
     except CornplugError as e:
         return SharingVerdict(what=what, shared=False, why=str(e))
     return SharingVerdict(what=what, shared=True)
 
 
-def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
+def rejected_verdicts(engine: str, error: Exception) -> list[SharingVerdict]:
     """Return the verdicts (nothing is shared) for a checkpoint that the engine rejects with `error`."""
-    why = f"{engine} does not run it: {first_line(error)}"
+    why = f"{engine} does not run it: {summarize_error(error)}"
     return [
         SharingVerdict(what="KV", shared=False, why=why),
         SharingVerdict(what="embeddings", shared=False, why=why),
     ]
 
 
-def first_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """Return the error's class and the first relevant line of its message.
 
     Engines append their complete configuration to some messages.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and _COUNTED.match(lines[0]):
+    if len(lines) > 1 and _PYDANTIC_HEADLINE.match(lines[0]):
         lines = lines[1:]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def last_line(verdicts: Sequence[SharingVerdict]) -> str:
-    """Encode the verdicts as one line of JSON, which `verdicts_of` decodes."""
+def encode_verdicts(verdicts: Sequence[SharingVerdict]) -> str:
+    """Encode the verdicts as one line of JSON, which `decode_verdicts` decodes."""
     return msgspec.json.encode(list(verdicts)).decode()
 
 
-def verdicts_of(output: str) -> list[SharingVerdict]:
+def decode_verdicts(output: str) -> list[SharingVerdict]:
     """Decode the verdicts in the last line of a process's output. Raises msgspec.DecodeError."""
-    return last_of(output, list[SharingVerdict])
+    return decode_last_line(output, list[SharingVerdict])
 
 
-def last_of(output: str, kind: type[T]) -> T:
+def decode_last_line(output: str, kind: type[T]) -> T:
     """Decode the last line of a process's output as JSON. Raises msgspec.DecodeError."""
     return msgspec.json.decode((output.strip().splitlines() or [""])[-1], type=kind)

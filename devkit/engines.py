@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu, tls_context
-from cornplug.processes import ManagedProcess, answers
+from cornplug.processes import ManagedProcess, responds_ok
 from devkit.engines_in_use import UsedEngine, dtype_in, names_cornplug, note
 from devkit.photos import Photo, photos
 from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
@@ -95,7 +95,7 @@ class EngineServer(ManagedProcess):
     ) -> None:
         self.port = port
         self._engine = engine
-        super().__init__(command, log=log, env=environment(env), ready_s=ready_s)
+        super().__init__(command, log=log, env=environment(env), ready_timeout_s=ready_s)
 
     @property
     def url(self) -> str:
@@ -103,8 +103,8 @@ class EngineServer(ManagedProcess):
         note(self._engine)
         return f"http://127.0.0.1:{self.port}"
 
-    def ready(self) -> bool:
-        return answers(f"http://127.0.0.1:{self.port}/health")
+    def is_ready(self) -> bool:
+        return responds_ok(f"http://127.0.0.1:{self.port}/health")
 
     def chat(
         self,

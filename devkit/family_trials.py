@@ -10,14 +10,14 @@ from devkit.injected_code import injected_environment
 
 _CUSTOMIZE: Final = """from cornplug.checkpoints import tested_releases
 
-recorded, trials = tested_releases.validated, {trials!r}
+recorded, trials = tested_releases.compared_families, {trials!r}
 
 
-def validated(engine, version, dtype, kind="image"):
+def compared_families(engine, version, dtype, kind="image"):
     return recorded(engine, version, dtype, kind) | frozenset(trials.get(kind, ()))
 
 
-tested_releases.validated = validated
+tested_releases.compared_families = compared_families
 """
 
 

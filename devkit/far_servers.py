@@ -43,7 +43,7 @@ class RedisServer(ManagedProcess):
             command += ["--maxmemory", str(most_bytes), "--maxmemory-policy", "allkeys-lru"]
         super().__init__(command, log=folder / "redis.log")
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as s:
             s.sendall(b"PING\r\n")
             return s.recv(16).startswith(b"+PONG")

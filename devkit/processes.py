@@ -16,7 +16,7 @@ import httpx
 
 from cornplug.config import load
 from cornplug.host import free_port, tls_context
-from cornplug.processes import ManagedProcess, answers
+from cornplug.processes import ManagedProcess, responds_ok
 from cornplug.store.client import PoolStore
 from cornplug.store.store_stats import StoreStat
 
@@ -86,7 +86,7 @@ class StoreProcess(ManagedProcess):
         command = [*_cornplug("serve-store"), "--socket", str(socket), "--size", size, *args]
         super().__init__(command, log=log or socket.with_suffix(".log"), env=environment(env))
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(1)
             return s.connect_ex(str(self.socket)) == 0
@@ -149,11 +149,11 @@ class EncoderProcess(ManagedProcess):
             log=log or socket.with_suffix(".log"),
             # Tests name tenants as a gateway would.
             env=environment({"HF_HUB_OFFLINE": "1", "CORNPLUG_ENCODER_TRUST_SALTS": "true", **(env or {})}),
-            ready_s=ready_s,
+            ready_timeout_s=ready_s,
         )
 
-    def ready(self) -> bool:
-        return answers(f"{self.url}/health")
+    def is_ready(self) -> bool:
+        return responds_ok(f"{self.url}/health")
 
     def tower_passes(self) -> int:
         """Media that the service has run a tower for, since it began."""

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import ServiceHandshake
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     EncodeReply,
+    ServiceHandshake,
     WireTensor,
 )
-from cornplug.local_socket import frame, receive_frame
+from cornplug.local_socket import encode_frame, receive_frame
 
 NOBODY: Final = 65534
 BODY: Final = b"\x66" * 96
@@ -29,7 +29,7 @@ BODY: Final = b"\x66" * 96
 
 @contextmanager
 def listener(path: Path, *, secret: bytes, uid: int | None = None) -> Iterator[Callable[[], bytes]]:
-    """Listen at `path`, as user `uid` (for root only), and answer each request with `BODY`.
+    """Listen at `path`, as user `uid` (for root only), and answer each request with `ENCODE_BODY`.
 
     Yields a function that returns all bytes that clients have sent.
     """
@@ -74,13 +74,13 @@ def _serve(connection: socket.socket, secret: bytes, heard: bytearray) -> None:
             heard += body
             message: dict[str, Any] = msgspec.msgpack.decode(body)
             if (answer := _answer(message, body, answering)) is not None:
-                connection.sendall(frame(answer, limit=MAX_FRAME_BYTES))
+                connection.sendall(encode_frame(answer, limit=MAX_FRAME_BYTES))
 
 
 def _answer(message: dict[str, Any], body: bytes, answering: ServiceHandshake) -> bytes | None:
     match message["type"]:
         case "hello":
-            return answering.challenge(body)
+            return answering.create_challenge(body)
         case "describe":
             return msgspec.msgpack.encode(DescribeReply(version=PROTOCOL_VERSION, models=()))
         case "encode":

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 OF_AN_EXTRA = {
-    "cornplug.store.far.mooncake_store": "mooncake",
+    "cornplug.store.far.mooncake_client": "mooncake",
     "cornplug.store.far.object_store": "obstore",
     "cornplug.store.far.valkey_store": "valkey",
 }

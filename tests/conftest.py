@@ -154,7 +154,7 @@ class LoggedStore:
         )
         self._daemon.start()
         self.client = PoolStore(config, connect_timeout_s=20)
-        devkit.processes.wait_until(lambda: self.client.connected, deadline_s=30, what="a connection")
+        devkit.processes.wait_until(lambda: self.client.is_connected, deadline_s=30, what="a connection")
 
     def costs(self) -> list[float]:
         """Seconds of recomputation of each entry, as the daemon has them, in the order of writing.

@@ -12,10 +12,10 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
-from cornplug.engine_common.shared_flags import SETTINGS
+from cornplug.engine_common.shared_flags import SHARED_FLAGS
 from cornplug.metrics import METRICS, STORE_METRICS
 from cornplug.sglang_hooks.activation import ENABLE
-from cornplug.vllm_connector.admission import _meters
+from cornplug.vllm_connector.admission import _create_metrics
 
 TREE: Final = Path(__file__).parents[1]
 _PACKAGES: Final = "lib/python3*/site-packages"
@@ -48,7 +48,9 @@ def _trees(patterns: Iterable[str]) -> Iterator[ast.Module]:
 @functools.cache
 def flags(process: str) -> frozenset[str]:
     """All flags of a process: a key of `_SOURCES`."""
-    found = {*SETTINGS, ENABLE} if process == "sglang" else set(SETTINGS) if process == "vllm" else set()
+    found = (
+        {*SHARED_FLAGS, ENABLE} if process == "sglang" else set(SHARED_FLAGS) if process == "vllm" else set()
+    )
     for tree in _trees(_SOURCES[process]):
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:2] == "--":
@@ -97,7 +99,7 @@ def series() -> dict[str, frozenset[str]]:
     """Name -> labels of every counter and gauge."""
     found = {name: frozenset(one.labels) for name, one in {**METRICS, **STORE_METRICS}.items()}
     registry = CollectorRegistry()
-    _meters(registry)
+    _create_metrics(registry)
     for registered in (registry, ServiceMetrics(ServiceGauges(lambda: 0.0)).registry):
         for collector in registered._collector_to_names:
             for family in collector.collect():

@@ -52,17 +52,18 @@ def known() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_key, placeholder_tokens
+    from cornplug.identity import LINK_TOKENS, hash_chain, media_lineage, page_key, placeholder_tokens
 
     def made(media: tuple[Medium, ...]) -> list[str]:
         seen = tokens(media)
         for medium in media:
-            wide = placeholder_tokens(medium_lineage(medium.key, medium.rows))
+            wide = placeholder_tokens(media_lineage(medium.key, medium.rows))
             for row in range(medium.rows):
                 seen[medium.offset + row] = wide[row % 4]
         step = PAGE_TOKENS // LINK_TOKENS
         return [
-            page_key(SECRET, ROOT, PAGE_TOKENS, link).hex() for link in chain(b"", seen)[step - 1 :: step]
+            page_key(SECRET, ROOT, PAGE_TOKENS, link).hex()
+            for link in hash_chain(b"", seen)[step - 1 :: step]
         ]
 
     new = {name: made(media) for name, media in CASES.items()}

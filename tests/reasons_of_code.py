@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-_WORDS: Final = frozenset({"reason", "outcome", "outcomes", "unusable", "why", "_off", "failed"})
+_WORDS: Final = frozenset(
+    {"reason", "outcome", "outcomes", "unusable", "unusable_reason", "why", "_off", "failed", "failure"}
+)
 """Names of variables, fields and parameters that hold such a word."""
 _TYPES: Final = frozenset({"Reason", "Outcome", "QueueFull"})
 _TABLES: Final = frozenset({"_STATUS", "_NO_SPACE"})
@@ -18,9 +20,9 @@ _PASSED_ON: Final = frozenset({"reason", "outcome", "e.reason", "answer.value"})
 _ELSEWHERE: Final = frozenset({"planner", "testing"})
 _SHAPE: Final = re.compile(r"[a-z]+(_[a-z]+)*")
 _OTHERS: Final = {
-    "listed": "why a setting is not shared, in tables of settings",
+    "with_reason": "why a setting is not shared, in tables of settings",
     "ClientRejected": "the store's handshake, which clients count as store_refused",
-    "_ran_out": "the text of a log line",
+    "_log_shortage": "the text of a log line",
 }
 """Functions whose argument of such a name is no label."""
 _KINDS: Final = {
@@ -60,7 +62,9 @@ class Reasons:
                 yield from self._assigned(target, node)
         elif isinstance(node, ast.For) and _name(node.target) in _WORDS:
             yield from _strings(node.iter)
-        elif isinstance(node, ast.FunctionDef) and node.name.strip("_").startswith("why"):
+        elif isinstance(node, ast.FunctionDef) and (
+            node.name.strip("_").startswith("why") or node.name.endswith("_reason")
+        ):
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return) and inner.value is not None:
                     yield from _strings(inner.value)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from reference_docs import metrics, troubleshooting
 
-from cornplug.planner.replan import observed_load
+from cornplug.planner import observed_load
 from cornplug.planner.report import plan_folder
 
 TREE = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ SERIES |= {
     name: metrics.Series(name, "gauge", labels, "") for name, labels in plan_folder.SERIES_LABELS.items()
 } | {
     name: metrics.Series(name, "counter" if name.endswith("_total") else "histogram", _ENGINES, "")
-    for name in (*observed_load.FINISHED, *observed_load.TTFT, *observed_load.TPOT)
+    for name in (*observed_load.FINISHED_METRICS, *observed_load.TTFT_METRICS, *observed_load.TPOT_METRICS)
 }
 REASONS = {word for section in troubleshooting.reasons().values() for word in section}
 

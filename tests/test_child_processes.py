@@ -11,7 +11,7 @@ import pytest
 
 import cornplug
 from cornplug.commands import engine_checks
-from cornplug.planner.launch import command_process
+from cornplug.planner.launch import launcher
 from cornplug.store.far.client_process import _Client
 
 from .store.conftest import eventually
@@ -36,7 +36,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_far_client_reads_no_module_of_current_folder(marks: Path, module: str) -> None:
     client = _Client(f"cornplug.store.far.{module}", b"", {})
     # It ends by itself: its settings are malformed.
-    eventually(lambda: client.ended)
+    eventually(lambda: client.has_exited)
     assert not list(marks.iterdir())
 
 
@@ -53,9 +53,9 @@ def test_launched_python_reads_no_module_of_current_folder(
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     other.chmod(0o755)
     monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", str(other))
-    assert command_process.program(["python", "-m", "json.tool"]) == [str(other), "-P"]
+    assert launcher.resolve_program(["python", "-m", "json.tool"]) == [str(other), "-P"]
     assert not list(marks.iterdir())
-    assert "-P" in command_process.program(["cornplug", "encoder"])
+    assert "-P" in launcher.resolve_program(["cornplug", "encoder"])
 
 
 # -- all others ----------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ _STARTERS = frozenset(
 )
 _MODULES = frozenset({"asyncio", "concurrent", "futures", "multiprocessing", "os", "pty"})
 _NO_INTERPRETER = {
-    "planner/launch/command_process.py": "`_python_with` returns it; `program` puts -P behind it",
+    "planner/launch/launcher.py": "`_find_python` returns it; `program` puts -P behind it",
 }
 
 

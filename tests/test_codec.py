@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug import codec
-from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header, verify
+from cornplug.codec import (
+    PayloadHeader,
+    PayloadKind,
+    checksum,
+    decode_header,
+    encode_header,
+    verify_checksums,
+)
 from cornplug.errors import CodecError
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "codec.json").read_text())
@@ -63,9 +70,9 @@ def test_verify_any_flipped_bit_is_seen_in_its_segment(bit: int) -> None:
     damaged = memoryview(_flip(PAYLOAD, bit))
     hit = bit // 8 // 120
     with pytest.raises(CodecError, match=f"segment {hit} of 2") as caught:
-        verify(HEADER, damaged)
+        verify_checksums(HEADER, damaged)
     assert caught.value.reason == "corrupt"
-    verify(HEADER, damaged, segments=[1 - hit])
+    verify_checksums(HEADER, damaged, segments=[1 - hit])
 
 
 @pytest.mark.parametrize("size", range(len(META)))
@@ -83,18 +90,18 @@ def test_decode_header_longer_one_is_seen() -> None:
 @pytest.mark.parametrize("size", [0, 1, 120, 238, 239, 241, 242])
 def test_verify_payload_of_other_size_is_seen(size: int) -> None:
     with pytest.raises(CodecError) as caught:
-        verify(HEADER, memoryview((PAYLOAD * 2)[:size]))
+        verify_checksums(HEADER, memoryview((PAYLOAD * 2)[:size]))
     assert caught.value.reason == "corrupt"
 
 
 def test_verify_swapped_segments_are_seen() -> None:
     with pytest.raises(CodecError, match="segment 0"):
-        verify(HEADER, memoryview(PAYLOAD[120:] + PAYLOAD[:120]))
+        verify_checksums(HEADER, memoryview(PAYLOAD[120:] + PAYLOAD[:120]))
 
 
 def test_verify_whole_payload_passes() -> None:
-    verify(HEADER, memoryview(PAYLOAD))
-    verify(HEADER, memoryview(PAYLOAD), segments=[])
+    verify_checksums(HEADER, memoryview(PAYLOAD))
+    verify_checksums(HEADER, memoryview(PAYLOAD), segments=[])
 
 
 def test_decode_header_of_another_entry_is_refused() -> None:
@@ -145,13 +152,13 @@ def _resealed(meta: bytes, at: int, patch: bytes) -> bytes:
 
 
 def _part(checksums: dict[int, int], *, shape: tuple[int, ...] = (4, 2), segments: int = 4) -> bytes:
-    return codec.encode_part(PayloadKind.KV_PAGE, KEY, "float16", shape, segments, checksums)
+    return codec.encode_partial_header(PayloadKind.KV_PAGE, KEY, "float16", shape, segments, checksums)
 
 
 def test_parts_join_to_what_one_writer_gives() -> None:
     whole = codec.encode_header(PayloadHeader(PayloadKind.KV_PAGE, KEY, "float16", (4, 2), (10, 11, 12, 13)))
     parts = [_part({3: 13, 1: 11}), _part({0: 10, 2: 12})]
-    assert codec.join_parts(parts, key=KEY) == whole
+    assert codec.merge_partial_headers(parts, key=KEY) == whole
 
 
 @pytest.mark.parametrize(
@@ -168,7 +175,7 @@ def test_parts_join_to_what_one_writer_gives() -> None:
 )
 def test_parts_that_make_no_whole_are_refused(other: bytes, reason: str) -> None:
     with pytest.raises(CodecError) as e:
-        codec.join_parts([_part({0: 0, 1: 1}), other], key=KEY)
+        codec.merge_partial_headers([_part({0: 0, 1: 1}), other], key=KEY)
     assert e.value.reason == reason
 
 

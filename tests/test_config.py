@@ -16,9 +16,9 @@ from cornplug.config import (
     EncoderConfig,
     EngineConfig,
     StoreConfig,
+    dump_portable,
     load,
     load_portable,
-    portable,
 )
 from cornplug.errors import ConfigError
 
@@ -109,7 +109,7 @@ def test_portable_settings_are_equal_in_another_process(
     )
     monkeypatch.chdir(tmp_path)
     here = load(environ={"CORNPLUG_CONFIG": "conf/c.toml", "CORNPLUG_STORE_ACCESS_LOG": "log"})
-    handed = json.loads(json.dumps(portable(here)))
+    handed = json.loads(json.dumps(dump_portable(here)))
     monkeypatch.chdir("/")
     monkeypatch.setenv("CORNPLUG_STORE_DISK_PATH", "/of/this/process")
     there = load_portable(handed)
@@ -176,7 +176,7 @@ def test_load_unreadable_file_is_named(tmp_path: Path) -> None:
 def test_load_portable_leaves_engine_flags_out() -> None:
     here = load({"engine.app": "chat"}, environ={})
     flag = EMBEDDINGS_BY_VALUE
-    assert load_portable({**portable(here), flag: True}) == here
+    assert load_portable({**dump_portable(here), flag: True}) == here
     assert load_portable({"engine.app": "chat", flag: True}).engine.app == "chat"
     with pytest.raises(ConfigError):
         load({flag: True}, environ={})

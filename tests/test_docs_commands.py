@@ -160,7 +160,7 @@ def parse(words: Sequence[str]) -> None:
         return found
 
     if words[0] == "encoder":  # its other modules take seconds to import
-        server_flags.parser("").parse_args(words[1:])
+        server_flags.build_parser("").parse_args(words[1:])
         return
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args), pytest.raises(ParsedError):
         cli.main(words)

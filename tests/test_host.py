@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cornplug.host import free_port, tls_context
-from cornplug.processes import answers
+from cornplug.processes import responds_ok
 
 
 def test_free_port_is_none_that_outgoing_connections_get() -> None:
@@ -21,7 +21,7 @@ def test_free_port_is_none_that_outgoing_connections_get() -> None:
 
 
 def test_free_port_with_room_has_it_below_outgoing_connections() -> None:
-    assert max(free_port(room=12_000) for _ in range(50)) < 32_768 - 12_000
+    assert max(free_port(extra_ports=12_000) for _ in range(50)) < 32_768 - 12_000
 
 
 def test_free_port_on_which_another_listens_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +58,5 @@ def test_tls_context_of_all_polls_is_read_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(httpx, "create_ssl_context", context)
     monkeypatch.setattr(ssl, "create_default_context", context)
     for _ in range(3):
-        assert not answers(f"http://127.0.0.1:{free_port()}/health")
+        assert not responds_ok(f"http://127.0.0.1:{free_port()}/health")
     assert not made

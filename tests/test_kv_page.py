@@ -14,7 +14,7 @@ from cornplug.kv_page import (
     MAX_SEGMENTS,
     PageGeometry,
     RankSlice,
-    layer_runs,
+    count_layer_runs,
     pages_between,
     tensor_parallel_heads,
 )
@@ -52,7 +52,7 @@ def test_page_of_states_is_one_row_a_layer_whatever_its_tokens() -> None:
     page = geometry(dtype="uint8", planes=1, dim=1000, heads=2, state="GDN", page_tokens=528)
     assert (page.shape, page.page_bytes) == ((2, 32, 1, 1, 1000), 2 * 32 * 1000)
     assert page.spec()["state"] == {"of": "GDN", "every": 528}
-    assert geometry(beside="GDN").spec() == {**geometry().spec(), "beside": "GDN"}
+    assert geometry(model_state="GDN").spec() == {**geometry().spec(), "beside": "GDN"}
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def splits(draw: st.DrawFn) -> tuple[PageGeometry, int, list[range]]:
 @given(splits())
 def test_kv_page_writing_ranks_partition_the_segments(split: tuple[PageGeometry, int, list[range]]) -> None:
     plain, size, stages = split
-    runs = layer_runs(plain.layers, [stage.start for stage in stages])
+    runs = count_layer_runs(plain.layers, [stage.start for stage in stages])
     page = dataclasses.replace(plain, layer_runs=runs)
-    assert page.runs_in(page.segments) == runs
+    assert page.runs_for_segments(page.segments) == runs
     written: list[int] = []
     for rank in range(size):
         heads, writes = tensor_parallel_heads(page.heads, size, rank)
         for layers in stages:
-            mine = RankSlice(heads=heads, layers=layers, writes=writes).runs(page, runs)
+            mine = RankSlice(heads=heads, layers=layers, writes=writes).run_range(page, runs)
             per_run = page.layers // runs
             assert range(mine.start * per_run, mine.stop * per_run) == layers
             if writes:
@@ -135,17 +135,17 @@ def test_rank_slice_runs_cover_its_layers_and_no_run_more(
 ) -> None:
     page, _, stages = split
     if page.layers % runs:
-        assert page.runs_in(page.heads * runs) is None
+        assert page.runs_for_segments(page.heads * runs) is None
         return
     size = page.layers // runs
     for layers in stages:
-        found = RankSlice(heads=range(1), layers=layers, writes=False).runs(page, runs)
+        found = RankSlice(heads=range(1), layers=layers, writes=False).run_range(page, runs)
         assert list(found) == sorted({layer // size for layer in layers})
 
 
 @pytest.mark.parametrize(("segments", "runs"), [(8, 1), (16, 2), (256, 32), (0, None), (4, None), (24, None)])
 def test_page_geometry_runs_of_another_writers_segments(segments: int, runs: int | None) -> None:
-    assert geometry().runs_in(segments) == runs
+    assert geometry().runs_for_segments(segments) == runs
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_page_geometry_runs_of_another_writers_segments(segments: int, runs: int
     [(32, [0], 1), (32, [0, 16], 2), (80, [0, 20, 40, 60], 4), (61, [0, 31], 61), (6, [0, 2, 4], 3)],
 )
 def test_layer_runs_are_as_few_as_the_stages_allow(layers: int, first: list[int], runs: int) -> None:
-    assert layer_runs(layers, first) == runs
+    assert count_layer_runs(layers, first) == runs
 
 
 @pytest.mark.parametrize(

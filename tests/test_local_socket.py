@@ -16,27 +16,27 @@ import msgspec
 import pytest
 
 from cornplug import local_socket
-from cornplug.encoder_service.wire import handshake
+from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.messages import DescribeRequest
-from cornplug.errors import ConfigError, ProtocolError, SocketTaken
+from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.local_socket import (
     FrameBuffer,
     SocketClaim,
-    foreign_user,
-    frame,
+    encode_frame,
+    foreign_peer_uid,
+    pop_frame,
     read_frame,
     receive_frame,
-    take_frame,
 )
 from cornplug.store import messages as store_messages
 from cornplug.store.base import (
-    NO_PLACE,
+    NO_LOCATION,
     PayloadLocation,
     PurgeCount,
     PurgeRule,
     Reservation,
     WriterPart,
-    place,
+    encode_location,
 )
 from cornplug.store.store_stats import NamespaceStat, StoreStat
 
@@ -49,7 +49,7 @@ STORE = {
         None,
     ),
     "ContainsRequest": (store_messages.ContainsRequest(KEY * 2), 1),
-    "TakeLeases": (store_messages.TakeLeases(KEY, 2.5), 2),
+    "TakeLeases": (store_messages.LeaseRequest(KEY, 2.5), 2),
     "ReserveRequest": (
         store_messages.ReserveRequest(KEY, [65], "app", WriterPart(b"g" * 16, 1, 2)),
         3,
@@ -62,7 +62,7 @@ STORE = {
     "PurgeRequest": (store_messages.PurgeRequest(PurgeRule("app", 2.5, 0.5, True), True), 6),
     "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30, 5), None),
     "ContainsReply": (store_messages.ContainsReply(b"\1\0"), 1),
-    "LeaseReply": (store_messages.LeaseReply(9, [META, None], place(AT) + NO_PLACE), 2),
+    "LeaseReply": (store_messages.LeaseReply(9, [META, None], encode_location(AT) + NO_LOCATION), 2),
     "ReserveReply": (store_messages.ReserveReply([Reservation(9, KEY, AT), "full"]), 3),
     "CommitReply": (store_messages.CommitReply([True, False]), 4),
     "DeleteReply": (store_messages.DeleteReply(1), 5),
@@ -92,9 +92,9 @@ STORE = {
     "RequestFault": (store_messages.RequestFault("why"), 7),
 }
 ENCODER: dict[str, msgspec.Struct] = {  # the version is a field: another one changes one byte
-    "EngineHello": handshake.EngineHello(version=2, nonce=NONCE),
-    "ServiceChallenge": handshake.ServiceChallenge(version=2, nonce=b"m" * 32, proof=PROOF),
-    "EngineProof": handshake.EngineProof(proof=PROOF),
+    "EngineHello": messages.EngineHello(version=2, nonce=NONCE),
+    "ServiceChallenge": messages.ServiceChallenge(version=2, nonce=b"m" * 32, proof=PROOF),
+    "EngineProof": messages.EngineProof(proof=PROOF),
     "DescribeRequest": DescribeRequest(version=2),
 }
 
@@ -125,21 +125,21 @@ def test_frame_every_store_message_has_its_golden_bytes() -> None:
 
 
 def test_frame_encoder_messages_have_their_golden_bytes() -> None:
-    made = {name: frame(msgspec.msgpack.encode(m), limit=1024).hex() for name, m in ENCODER.items()}
+    made = {name: encode_frame(msgspec.msgpack.encode(m), limit=1024).hex() for name, m in ENCODER.items()}
     assert made == GOLDEN["encoder"]
 
 
 def test_frame_body_over_limit_is_an_error() -> None:
-    assert frame(b"abc", limit=3) == b"\3\0\0\0abc"
+    assert encode_frame(b"abc", limit=3) == b"\3\0\0\0abc"
     with pytest.raises(ValueError, match="4 bytes, the limit is 3"):
-        frame(b"abcd", limit=3)
+        encode_frame(b"abcd", limit=3)
 
 
 def test_take_frame_byte_by_byte_gives_each_body_once() -> None:
     buffer, bodies = bytearray(), []
-    for byte in frame(b"one", limit=9) + frame(b"second", limit=9) + b"\5\0":
+    for byte in encode_frame(b"one", limit=9) + encode_frame(b"second", limit=9) + b"\5\0":
         buffer.append(byte)
-        if (body := take_frame(buffer, limit=9)) is not None:
+        if (body := pop_frame(buffer, limit=9)) is not None:
             bodies.append(body)
     assert bodies == [b"one", b"second"]
     assert bytes(buffer) == b"\5\0"
@@ -157,7 +157,7 @@ def test_take_frame_length_out_of_bounds_is_a_protocol_error(
         return await read_frame(reader, limit=9)
 
     with pytest.raises(ProtocolError, match=f"{size} bytes, must be between 1 and 9"):
-        take_frame(bytearray(head), limit=9)
+        pop_frame(bytearray(head), limit=9)
     with pytest.raises(ProtocolError):
         asyncio.run(stream())
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_take_frame_length_out_of_bounds_is_a_protocol_error(
 
 def test_receive_frame_end_inside_a_frame_is_a_reset(pair: tuple[socket.socket, socket.socket]) -> None:
     left, right = pair
-    right.sendall(frame(b"whole", limit=9) + b"\5\0\0\0cut")
+    right.sendall(encode_frame(b"whole", limit=9) + b"\5\0\0\0cut")
     right.shutdown(socket.SHUT_WR)
     assert receive_frame(left, limit=9) == b"whole"
     with pytest.raises(ConnectionResetError):
@@ -204,10 +204,10 @@ def test_frame_buffer_dropped_frame_is_not_sent_once_begun_it_is(
 def test_foreign_user_own_process_is_none_another_is_its_uid(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert foreign_user(pair[0]) is None
+    assert foreign_peer_uid(pair[0]) is None
     mine = os.getuid()
     monkeypatch.setattr(local_socket.os, "getuid", lambda: mine + 1)
-    assert foreign_user(pair[0]) == mine
+    assert foreign_peer_uid(pair[0]) == mine
 
 
 # -- claims --
@@ -227,7 +227,7 @@ def test_socket_claim_folder_and_socket_are_private_to_this_user(short_path: Pat
 
 def test_socket_claim_path_of_a_live_process_is_taken(short_path: Path) -> None:
     first = claim(short_path / "s.sock")
-    with pytest.raises(SocketTaken, match=r"store\.socket: another process is listening on"):
+    with pytest.raises(SocketInUse, match=r"store\.socket: another process is listening on"):
         claim(short_path / "s.sock")
     assert answers(short_path / "s.sock"), "the second one touched nothing"
     first.close()
@@ -252,7 +252,7 @@ def test_socket_claim_folder_moved_away_is_taken_anew(short_path: Path) -> None:
     path = short_path / "run" / "s.sock"
     held = claim(path)
     path.parent.rename(short_path / "elsewhere")
-    with pytest.raises(SocketTaken):
+    with pytest.raises(SocketInUse):
         # Its inode is the same, wherever the folder went.
         claim(short_path / "elsewhere" / "s.sock")
     assert held.renew() is held.listener
@@ -284,7 +284,7 @@ def test_socket_claim_renewed_names_stay_young_for_cleaners(
     files = [short_path, short_path / "s.sock", short_path / "s.sock.lock"]
     for path in files:
         os.utime(path, (1, 1))
-    monkeypatch.setattr(local_socket, "_TOUCH_S", 0.0)
+    monkeypatch.setattr(local_socket, "_REFRESH_S", 0.0)
     held.renew()
     assert all(time.time() - path.stat().st_mtime < 60 for path in files)
     held.close()

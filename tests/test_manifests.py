@@ -31,10 +31,10 @@ from cornplug.config import EncoderConfig, load
 from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
-from cornplug.processes import answers
-from cornplug.settings import bytes_of
+from cornplug.processes import responds_ok
+from cornplug.settings import parse_byte_size
 from cornplug.sglang_hooks import compat as sglang_compat
-from cornplug.store.arena import MemoryBound, fitting_size
+from cornplug.store.arena import MemoryLimit, choose_store_size
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint
 from cornplug.vllm_connector import compat as vllm_compat
 
@@ -55,7 +55,7 @@ ALL_ON = {
 }
 SCALED = {"enabled": True, "maxReplicas": 2, "predictedSeconds": 2}
 ENCODER_DRAIN_S = math.ceil(
-    EncoderConfig().drain_s + constant("cornplug/encoder_service/server.py", "_LAST_S")
+    EncoderConfig().drain_s + constant("cornplug/encoder_service/server.py", "_MIN_REFUSAL_S")
 )
 
 
@@ -367,7 +367,7 @@ def store_answers(path: str) -> bool:
     """Whether the store's HTTP server has the path."""
     endpoint = MetricsEndpoint("127.0.0.1:0")
     try:
-        return answers(f"http://127.0.0.1:{endpoint.port}{path}")
+        return responds_ok(f"http://127.0.0.1:{endpoint.port}{path}")
     finally:
         endpoint.close()
 
@@ -419,10 +419,10 @@ def test_chart_memory_limit_of_the_store_holds_its_size(size_gib: int) -> None:
     (store,) = render_manifests.render({"store": {"sizeGiB": size_gib}})["store.yaml"]
     (container,) = store["spec"]["template"]["spec"]["containers"]
     limit_bytes = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
-    size_bytes = bytes_of(container["args"][1])
+    size_bytes = parse_byte_size(container["args"][1])
     process_bytes = 512 << 20
-    bound = MemoryBound(limit_bytes, limit_bytes - process_bytes, "the pod's limit")
-    assert fitting_size(size_bytes, clamp=False, memory=bound) == size_bytes == size_gib << 30
+    bound = MemoryLimit(limit_bytes, limit_bytes - process_bytes, "the pod's limit")
+    assert choose_store_size(size_bytes, clamp=False, memory=bound) == size_bytes == size_gib << 30
 
 
 def test_manifest_autoscaler_metric_is_the_code_s_and_has_a_rule() -> None:

@@ -33,8 +33,8 @@ def test_metrics_of_the_store_follow_prometheus_conventions() -> None:
 def test_tally_counts_add_up_by_label_and_drain_once() -> None:
     tally = Tally()
     tally.count("cornplug_saved_tokens_total", "a")
-    tally.count("cornplug_saved_tokens_total", "a", by=63)
-    tally.count("cornplug_saved_tokens_total", "b", by=5)
+    tally.count("cornplug_saved_tokens_total", "a", amount=63)
+    tally.count("cornplug_saved_tokens_total", "b", amount=5)
     drained = dict(tally.drain()["cornplug_saved_tokens_total"])
     assert drained == {("a",): [64], ("b",): [5]}
     assert tally.drain() == {}

@@ -46,7 +46,7 @@ def test_environment_without_variables_of_imported_engines(
     monkeypatch.setenv("CORNPLUG_SECRET", "a test's own")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
     with python(code, tmp_path / "log") as process:
-        wait_until(lambda: not process.alive(), deadline_s=60, what="the end")
+        wait_until(lambda: not process.is_alive(), deadline_s=60, what="the end")
     began = json.loads((tmp_path / "log").read_text())
     assert "AITER_SITUV2_A4W4" not in began
     assert began["CORNPLUG_SECRET"] == "a test's own"
@@ -59,10 +59,10 @@ def test_together_ends_all_where_one_does_not_start(tmp_path: Path) -> None:
     bad = ManagedProcess([str(tmp_path / "no such program")], log=tmp_path / "bad")
     with pytest.raises(FileNotFoundError), together(good, bad):
         pass
-    assert not good.alive()
+    assert not good.is_alive()
     with together(good):
-        assert good.alive()
-    assert not good.alive()
+        assert good.is_alive()
+    assert not good.is_alive()
 
 
 def started(process: ManagedProcess) -> list[int]:
@@ -94,7 +94,7 @@ def test_kill_ends_orphans_of_a_leader_that_is_gone(tmp_path: Path) -> None:
     process = python(STUBBORN.format(leader=""), tmp_path / "log")
     leader, child = started(process)
     os.kill(leader, signal.SIGKILL)
-    wait_until(lambda: not process.alive(), deadline_s=60, what="leader dead")
+    wait_until(lambda: not process.is_alive(), deadline_s=60, what="leader dead")
     assert process.pids() == [child]
     process.kill()
     assert not running(child)
@@ -109,7 +109,7 @@ def test_freeze_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
 
     process.freeze()
     wait_until(lambda: states() == {"T"}, deadline_s=60, what="stopped")
-    process.cont()
+    process.resume()
     wait_until(lambda: "T" not in states(), deadline_s=60, what="continued")
     process.freeze()
     process.stop()
@@ -126,14 +126,16 @@ def test_managed_process_exception_in_the_block_ends_it(tmp_path: Path) -> None:
 
 def test_managed_process_failed_start_shows_the_log(tmp_path: Path) -> None:
     class Never(ManagedProcess):
-        def ready(self) -> bool:
+        def is_ready(self) -> bool:
             return False
 
     command = [sys.executable, "-c", "import sys; sys.exit('no such model: x')"]
     with pytest.raises(ProcessFailed, match=r"status 1 before it was ready[\s\S]*no such model: x"):
         Never(command, log=tmp_path / "log").start()
 
-    slow = Never([sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "slow", ready_s=0.3)
+    slow = Never(
+        [sys.executable, "-c", "import time; time.sleep(600)"], log=tmp_path / "slow", ready_timeout_s=0.3
+    )
     with pytest.raises(ProcessFailed, match=r"not ready after 0.3 s"):
         slow.start()
     assert not running(slow.pid)

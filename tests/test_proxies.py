@@ -23,9 +23,8 @@ from cornplug.commands.warm_engine import WarmedEngine
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.errors import CornplugError
-from cornplug.planner.launch.command_process import _environment
-from cornplug.planner.profiler import encoder_passes, engine_steps
-from cornplug.planner.replan import observed_load
+from cornplug.planner import engine_steps, observed_load, profile_command
+from cornplug.planner.launch.launcher import _environment
 from cornplug.store.far import object_store
 from cornplug.store.far.client_process import _Client
 from devkit.processes import wait_until
@@ -108,7 +107,7 @@ def _remote(url: str, asked: list[str]) -> None:
 
 
 def _polled(url: str, asked: list[str]) -> None:
-    LoadPoller(lambda loads: None).poke([url])
+    LoadPoller(lambda loads: None).refresh([url])
     wait_until(lambda: bool(asked), deadline_s=20, what="the first request")
 
 
@@ -123,8 +122,8 @@ CLIENTS: dict[str, Callable[[str, list[str]], object]] = {
     "RemoteEncoder": _remote,
     "LoadPoller": _polled,
     "bucket": _bucket,
-    "health": lambda url, _: processes.answers(f"{url}/health"),
-    "profiler of an encoder": lambda url, _: encoder_passes.passes(url),
+    "health": lambda url, _: processes.responds_ok(f"{url}/health"),
+    "profiler of an encoder": lambda url, _: profile_command.read_pass_counter(url),
     "profiler of an engine": lambda url, _: engine_steps._metrics(url),
     "replan": lambda url, _: observed_load._get(f"{url}/metrics"),
     "warm": lambda url, _: WarmedEngine(url, model=None, api_key=None, timeout_s=10),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cornplug.config import QosConfig, load
 from cornplug.errors import ConfigError
-from cornplug.qos import LEAST_SHARE, QosClasses
+from cornplug.qos import MIN_SHARE, QosClasses
 
 DIGEST = "sha256:" + hashlib.sha256(b"gold-key").hexdigest()
 FILE = f"""
@@ -67,22 +67,22 @@ def classes(tmp_path: Path) -> QosClasses:
 def test_headers_name_a_class_and_only_a_key_opens_one_with_keys(
     classes: QosClasses, headers: dict[str, str], name: str, app: str | None
 ) -> None:
-    caller = classes.of_headers(headers)
+    caller = classes.identify_caller(headers)
     assert (caller.qos.name, caller.app) == (name, app)
 
 
 def test_engines_of_the_host_are_believed(classes: QosClasses) -> None:
-    assert [classes.of_app(app).name for app in ("checkout", "reports", "else")] == [
+    assert [classes.class_of_app(app).name for app in ("checkout", "reports", "else")] == [
         "premium",
         "nightly",
         "standard",
     ]
-    assert classes.of_app("checkout").deadline_s == 2
-    assert [c.name for c in classes.all()] == ["premium", "standard", "nightly"]
+    assert classes.class_of_app("checkout").deadline_s == 2
+    assert [c.name for c in classes.ranked_classes()] == ["premium", "standard", "nightly"]
 
 
 def test_qos_classes_without_section_are_one_with_everything() -> None:
-    (only,) = QosClasses.single().all()
+    (only,) = QosClasses.single().ranked_classes()
     assert (only.name, only.share, only.deadline_s) == ("default", 1.0, None)
 
 
@@ -92,9 +92,9 @@ def test_qos_classes_every_one_has_a_share_and_all_fit(shares: list[float]) -> N
     config = QosConfig.model_validate(
         {"classes": {f"c{i}": {"share": one / total * 0.999} for i, one in enumerate(shares)}}
     )
-    made = QosClasses(config).all()
+    made = QosClasses(config).ranked_classes()
     assert sum(c.share for c in made) <= 1 + 1e-9
-    assert min(c.share for c in made) > LEAST_SHARE / 2
+    assert min(c.share for c in made) > MIN_SHARE / 2
 
 
 def test_qos_config_no_key_is_kept_or_printed(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_engine_server_that_is_only_started_is_not_in_use(tmp_path: Path) -> Non
     """Tests start engines two by two, and ask one of them."""
     begin_test()
     server = VllmServer("m", log=tmp_path / "log", vllm=tmp_path / "vllm")
-    assert not server.ready()
+    assert not server.is_ready()
     with pytest.raises(FileNotFoundError):
         server.spawn()
     assert in_use() == set()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.checkpoints.tested_releases import VALIDATED, validated
+from cornplug.checkpoints.tested_releases import VALIDATED, compared_families
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
@@ -42,7 +42,7 @@ def test_validated_families_are_of_a_release_and_dtype(tmp_path: Path) -> None:
             (images, "sglang", "0.5.23", "float32", "qwen2_vl", True),
             ("Faults", "vllm", "0.33.0", "float32", "the store is killed", True),
         ],
-    )["validated"]
+    )["compared_families"]
     assert found("vllm", "0.32.0", "float32") == {"llava"}
     assert found("vllm", "0.32.0+cpu", "float32") == {"llava"}
     assert found("vllm", "0.32.0", "bfloat16") == set()
@@ -68,7 +68,7 @@ def test_validated_families_are_by_kind(tmp_path: Path) -> None:
         (generated.OWN, "gemma3n, image", False),
     ]
     full = [(section, "sglang", "0.5.23", "float32", *rest) for section, *rest in results]
-    found = page(tmp_path, full)["validated"]
+    found = page(tmp_path, full)["compared_families"]
     kinds = ("image", "video", "own image", "own audio", "own video")
     assert [found("sglang", "0.5.23", "float32", kind) for kind in kinds] == [
         {"llava"},
@@ -80,23 +80,23 @@ def test_validated_families_are_by_kind(tmp_path: Path) -> None:
 
 
 def test_rooms_ask_for_their_release_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_room, "validated", lambda *asked: frozenset([asked]))
-    monkeypatch.setattr(sglang_room, "validated", lambda *asked: frozenset([asked]))
+    monkeypatch.setattr(vllm_room, "compared_families", lambda *asked: frozenset([asked]))
+    monkeypatch.setattr(sglang_room, "compared_families", lambda *asked: frozenset([asked]))
     for room in (vllm_room, sglang_room):
-        installed = room.SUPPORTED_VERSIONS.installed()
+        installed = room.SUPPORTED_VERSIONS.installed_version()
         (asked,) = room.validated_families("bfloat16", "video")
         assert asked == (room.SUPPORTED_VERSIONS.package, installed, "bfloat16", "video")
 
 
 def test_recorded_families_are_validated() -> None:
-    assert validated("vllm", "0.32.0", "float32") >= {"llava", "qwen2_vl"}
-    assert validated("sglang", "0.5.23", "float32") >= {"qwen2_vl"}
+    assert compared_families("vllm", "0.32.0", "float32") >= {"llava", "qwen2_vl"}
+    assert compared_families("sglang", "0.5.23", "float32") >= {"qwen2_vl"}
     assert {kind for *_, kind, _ in VALIDATED} <= {"image", "video", "own image", "own audio", "own video"}
 
 
 ASK = (
-    "from cornplug.checkpoints.tested_releases import validated;"
-    "ask = lambda kind: print(*sorted(validated('vllm', '0.32.0', 'float16', kind)));"
+    "from cornplug.checkpoints.tested_releases import compared_families;"
+    "ask = lambda kind: print(*sorted(compared_families('vllm', '0.32.0', 'float16', kind)));"
     "ask('image'); ask('video'); ask('own audio'); ask('own image')"
 )
 
@@ -113,7 +113,7 @@ def test_trial_environment_shares_families_in_its_processes_only(
     done = subprocess.run(
         [sys.executable, "-P", "-c", ASK], env=env, capture_output=True, text=True, check=True
     )
-    recorded = (validated("vllm", "0.32.0", "float16", kind) for kind in ("image", "video"))
+    recorded = (compared_families("vllm", "0.32.0", "float16", kind) for kind in ("image", "video"))
     images, videos = (sorted({*names, *families}) for names in recorded)
     audio = sorted(own.get("audio", ()))
     assert done.stdout.split("\n") == [" ".join(names) for names in (images, videos, audio, [], [])]

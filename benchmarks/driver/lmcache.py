@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.host import free_port
-from cornplug.processes import ManagedProcess, answers
+from cornplug.processes import ManagedProcess, responds_ok
 from devkit.engines import VllmServer
 from devkit.processes import environment
 from devkit.sglang_engine import SglangServer, sglang_python
@@ -43,8 +43,8 @@ class Lmcache(ManagedProcess):
         ]  # fmt: skip
         super().__init__(command, log=folder / "lmcache.log", env=environment(self._env))
 
-    def ready(self) -> bool:
-        return answers(f"http://127.0.0.1:{self._http}/healthcheck")
+    def is_ready(self) -> bool:
+        return responds_ok(f"http://127.0.0.1:{self._http}/healthcheck")
 
     def sglang(self, model: Path, *args: str, **options: Any) -> SglangServer:
         """A server that saves to it and reads from it."""

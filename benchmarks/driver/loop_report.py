@@ -14,8 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.latency_forecast import LatencyForecast
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import LatencyForecast, Plan
 from driver.open_load import Took
 
 NAME = "plan_vs_real"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from cornplug.planner.inputs import profile_tables
-from cornplug.planner.simulator.step_times import PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import PiecewiseCurve
 
 GPU: Final = "cpu-core"
 IMAGE_TOKENS: Final = 256
@@ -72,7 +72,7 @@ def _curves(path: Path) -> dict[str, PiecewiseCurve]:
     for row in profile_tables.read(path).rows:
         points.setdefault(row.kind, {})[row.x] = row.seconds or 0.0
     wanted = {"prefill", "decode", "encode"} & points.keys()
-    return {kind: PiecewiseCurve.through([*points[kind]], [*points[kind].values()]) for kind in wanted}
+    return {kind: PiecewiseCurve.from_points([*points[kind]], [*points[kind].values()]) for kind in wanted}
 
 
 def plan_input(models: dict[str, Path], profiles: Profiles, rates: dict[str, float]) -> str:

@@ -17,7 +17,7 @@ import torch
 from cornplug.engine_common.rank_pages import RankPages, page_headers
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
-from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PageSlice
 from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 from devkit.page_by_page import PageByPage
@@ -100,7 +100,7 @@ def _moved(
     held = RankSlice(heads=range(PAGE.heads), layers=range(PAGE.layers), writes=True)
     host = host_memory(layout, pages)
     copies = kind(RankPages(PAGE, held, store), host)
-    parts = [[PagePart(slice(0, 64), copies.at(64 * i))] for i in range(pages)]
+    parts = [[PageSlice(slice(0, 64), copies.host_page(64 * i))] for i in range(pages)]
     entries = [(bytes([i]) * 32, PAGE.page_bytes) for i in range(pages)]
     rooms = store.reserve(entries, ReserveTerms("test"), deadline_s=1)
     given = [room for room in rooms if isinstance(room, Reservation)]

@@ -23,13 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.store.base import Leases, PayloadLocation, place
+from cornplug.store.base import Leases, PayloadLocation, encode_location
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes
-from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
 """Llama 3 8B's cache at TP 1."""
@@ -59,7 +58,7 @@ class Operations:
 
 
 class CountingSide(TorchDispatchMode):
-    """A `CopySide` that counts what its copies would do on a device."""
+    """A `CopyBackend` that counts what its copies would do on a device."""
 
     def __init__(self, counts: Operations) -> None:
         super().__init__()
@@ -73,20 +72,20 @@ class CountingSide(TorchDispatchMode):
         return None
 
     @contextmanager
-    def after(self, mark: Any) -> Iterator[None]:
+    def start_after(self, mark: Any) -> Iterator[None]:
         with self:
             yield
 
-    def begun(self) -> int:
+    def record_end(self) -> int:
         return 0
 
-    def done(self, end: int) -> bool:
+    def is_done(self, end: int) -> bool:
         return True
 
     def wait(self, end: int) -> None:
         self._counts.waits += 1
 
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
             self._hosts.append(torch.empty(tuple(shape), dtype=dtype))
         return self._hosts[-1]
@@ -136,7 +135,7 @@ class Moves:
         held = RankSlice(heads=range(HEADS), layers=range(LAYERS), writes=True)
         self._page, self._step = geometry, geometry.page_bytes
         self._memory = memoryview(bytearray(pages * requests * self._step))
-        store: Any = SimpleNamespace(view=self._view, mapped=lambda _: self._memory, close=lambda: None)
+        store: Any = SimpleNamespace(view=self._view, arena_memory=lambda _: self._memory, close=lambda: None)
         self.worker = KVWorker(RankPages(geometry, held, store), BLOCK, 5.0)
         whole = torch.randn(LAYERS, 2 * blocks, BLOCK, HEADS, 2 * DIM).to(torch.bfloat16)
         self.caches = list(whole.permute(0, 1, 3, 2, 4))
@@ -171,7 +170,7 @@ class Moves:
         """Save a step's pages; all of them are acknowledged."""
         saves = self.saves()
         self._begin(lambda: self.worker.start_saves(saves))
-        acks = self.worker.acks()
+        acks = self.worker.take_acks()
         assert acks is not None
         assert not acks.failed_writes
         self._sums = acks.written
@@ -183,11 +182,11 @@ class Moves:
         for request, blocks in enumerate(self.targets):
             key, numbers = bytes(32), [request * self.pages + page for page in range(self.pages)]
             metas = [page_header(key, self._page, self._sums[number]) for number in numbers]
-            places = b"".join([place(self._location(request, page)) for page in range(self.pages)])
+            places = b"".join([encode_location(self._location(request, page)) for page in range(self.pages)])
             pages = Leases(bytes(16), [key] * self.pages, metas, places, numbers)
             loads.append(PageLoad(str(request), 0, self.pages * PAGE, 0, pages, array("q", blocks)))
         self._begin(lambda: self.worker.start_loads(loads))
-        acks = self.worker.acks()
+        acks = self.worker.take_acks()
         assert acks is not None
         assert not acks.failed_loads
         for cache in self.caches:
@@ -244,7 +243,7 @@ def count_arena(pages: int, requests: int) -> dict[str, Operations]:
     found = {}
     for profiled in (False, True):
         moves, counts = Moves(pages, requests), Operations()
-        _with_arena(moves, counts, CpuSide() if profiled else CountingSide(counts))
+        _with_arena(moves, counts, CpuBackend() if profiled else CountingSide(counts))
         for name in ("save", "load"):
             getattr(moves, name)()
             before = asdict(counts)
@@ -272,25 +271,25 @@ def count_arena(pages: int, requests: int) -> dict[str, Operations]:
     return found
 
 
-def _with_arena(moves: Moves, counts: Operations, side: CopySide) -> None:
+def _with_arena(moves: Moves, counts: Operations, side: CopyBackend) -> None:
     """Have a worker's GPU copy by itself; no byte may take the other way."""
-    from cornplug.vllm_connector.kv.arena_moves import ArenaMoves  # wants Triton
+    from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers  # wants Triton
     from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
     from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
     worker: Any = moves.worker
-    ranges, blocks = HostRanges(), worker._out.blocks
+    ranges, blocks = HostRanges(), worker._out_copies.blocks
     copies = [
         ArenaCopies(blocks, side, NoChecksums(counts), CountingBatch(counts))  # type: ignore[arg-type]
         for _ in range(2)
     ]
     memory = RegisteredMemory(worker._pages.store, ranges.register, ranges.unregister, lambda: None)
-    memory._least_bytes = 1
-    memory.reaches(bytes(16), len(moves._memory))
+    memory._min_bytes = 1
+    memory.can_access(bytes(16), len(moves._memory))
     memory._thread.submit(lambda: None).result()
-    worker._arena = ArenaMoves(
+    worker._arena_transfers = ArenaTransfers(
         worker._pages, worker._reports, memory, *copies, sizes=BlockSizes(BLOCK, BLOCK),
-        discard=worker._discard_now,
+        discard=worker._discard_pages,
     )  # fmt: skip
     worker._mover.submit = None
 
@@ -318,10 +317,10 @@ def count(pages: int, requests: int) -> dict[str, Operations]:
 
 def _on_device(worker: Any, counts: Operations | None) -> None:
     """Make a worker copy as on an accelerator."""
-    side: CopySide = CountingSide(counts) if counts is not None else CpuSide()
-    for way in ("_out", "_in"):
+    side: CopyBackend = CountingSide(counts) if counts is not None else CpuBackend()
+    for way in ("_out_copies", "_in_copies"):
         of = getattr(worker, way)
-        setattr(worker, way, BlockCopies(of._caches, of._layouts, of._shape, direct=False, side=side))
+        setattr(worker, way, BlockCopies(of._caches, of._layouts, of._shape, direct=False, backend=side))
 
 
 def _calls(pages: int, requests: int) -> dict[str, tuple[int, int, int]]:

@@ -11,13 +11,11 @@
 file if the file has a pool.
 """
 
-from cornplug.apps.apps_file import AppsFile
-from cornplug.apps.apps_file import RoutedApplication as Application
-from cornplug.apps.deployment import deployment_of
+from cornplug.apps.deployment import AppsFile, deployment_of
+from cornplug.apps.deployment import RoutedApplication as Application
 from cornplug.planner.inputs.components import Component, ComponentResources
-from cornplug.planner.inputs.request_tables import RequestMedia, RequestSpec
+from cornplug.planner.inputs.request_tables import RequestMedia, RequestSpec, Slo
 from cornplug.planner.inputs.schema import AppNamespace, ClassOfService, LaunchOptions, Route
-from cornplug.planner.inputs.slo import Slo
 
 __all__ = [
     "AppNamespace",

@@ -30,14 +30,21 @@ if TYPE_CHECKING:
     import openai
 
 
-__all__ = ["AsyncRoutedTransport", "MissPrice", "RoutedTransport", "async_client", "router_of", "sync_client"]
+__all__ = [
+    "AsyncRoutedTransport",
+    "MissPrice",
+    "RoutedTransport",
+    "async_client",
+    "create_router",
+    "sync_client",
+]
 
 _LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 _BASE_URL: Final = "http://routed.invalid/v1"
 """Base URL of the client. The transport replaces it by an engine's address."""
 _NO_KEY: Final = "none"
 """API key that is sent by default. `OPENAI_API_KEY` is not used, because that key is for another service."""
-_TAKEN: Final = ("base_url", "http_client")
+_RESERVED_ARGUMENTS: Final = ("base_url", "http_client")
 
 
 class RoutedTransport(httpx.BaseTransport):
@@ -52,15 +59,15 @@ class RoutedTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Return the engine's response. Raises the last engine's httpx.TransportError."""
-        call = self._router.call(request, request.read())
-        answer = self.answer(call)
-        return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
+        call = self._router.create_call(request, request.read())
+        answer = self.send_call(call)
+        return answer if call.is_buffered else _with_stream(answer, _RoutedStream(self, call, answer))
 
-    def answer(self, call: RoutedCall) -> httpx.Response:
+    def send_call(self, call: RoutedCall) -> httpx.Response:
         """Send the call's requests one after another, and return the first response that the caller should
         get.
 
-        If `RoutedCall.is_whole` is True, the response has been read completely.
+        If `RoutedCall.is_buffered` is True, the response has been read completely.
         """
         while True:
             step = call.next_step()
@@ -69,15 +76,15 @@ class RoutedTransport(httpx.BaseTransport):
                 continue
             with call.attempt():
                 answer = self._engines.handle_request(step)
-                if not call.takes(answer.status_code, answer.headers):
+                if not call.accept_response(answer.status_code, answer.headers):
                     answer.close()
-                elif not call.is_whole:
+                elif not call.is_buffered:
                     return answer
                 else:
                     with closing(answer):
-                        content = b"".join(_sync(answer))
-                    call.closed()
-                    return _whole(answer, content)
+                        content = b"".join(_sync_stream(answer))
+                    call.release_engine()
+                    return _complete_response(answer, content)
 
     def close(self) -> None:
         """Close the engines' connections."""
@@ -93,15 +100,15 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the engine's response. Raises the last engine's httpx.TransportError."""
-        call = self._router.call(request, await request.aread())
-        answer = await self.answer(call)
-        return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
+        call = self._router.create_call(request, await request.aread())
+        answer = await self.send_call(call)
+        return answer if call.is_buffered else _with_stream(answer, _AsyncRoutedStream(self, call, answer))
 
-    async def answer(self, call: RoutedCall) -> httpx.Response:
+    async def send_call(self, call: RoutedCall) -> httpx.Response:
         """Send the call's requests one after another, and return the first response that the caller should
         get.
 
-        If `RoutedCall.is_whole` is True, the response has been read completely.
+        If `RoutedCall.is_buffered` is True, the response has been read completely.
         """
         while True:
             step = call.next_step()
@@ -110,15 +117,15 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
                 continue
             with call.attempt():
                 answer = await self._engines.handle_async_request(step)
-                if not call.takes(answer.status_code, answer.headers):
+                if not call.accept_response(answer.status_code, answer.headers):
                     await answer.aclose()
-                elif not call.is_whole:
+                elif not call.is_buffered:
                     return answer
                 else:
                     async with aclosing(answer):
-                        content = b"".join([chunk async for chunk in _async(answer)])
-                    call.closed()
-                    return _whole(answer, content)
+                        content = b"".join([chunk async for chunk in _async_stream(answer)])
+                    call.release_engine()
+                    return _complete_response(answer, content)
 
     async def aclose(self) -> None:
         """Close the engines' connections."""
@@ -128,104 +135,108 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
 class _RoutedStream(httpx.SyncByteStream):
     """Body of a response, which several engines may send one after another."""
 
-    def __init__(self, transport: RoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+    def __init__(self, transport: RoutedTransport, call: RoutedCall, response: httpx.Response) -> None:
         self._transport = transport
         self._call = call
-        self._answer = answer
+        self._response = response
 
     def __iter__(self) -> Iterator[bytes]:
         last = None
         while last is None:
             lost = None
             try:
-                for chunk in _sync(self._answer):
+                for chunk in _sync_stream(self._response):
                     yield from self._call.forward(chunk)
             except STREAM_ERRORS as e:
                 lost = e
-            self._answer.close()
+            self._response.close()
             try:
-                last = self._call.ended(lost)
+                last = self._call.end_stream(lost)
                 if last is None:
-                    self._answer = self._transport.answer(self._call)
+                    self._response = self._transport.send_call(self._call)
             except EngineFailedInStream as e:
                 last = e.event
         if last:
             yield last
 
     def close(self) -> None:
-        self._call.closed()
-        self._answer.close()
+        self._call.release_engine()
+        self._response.close()
 
 
 class _AsyncRoutedStream(httpx.AsyncByteStream):
     """Async form of `_RoutedStream`."""
 
-    def __init__(self, transport: AsyncRoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+    def __init__(self, transport: AsyncRoutedTransport, call: RoutedCall, response: httpx.Response) -> None:
         self._transport = transport
         self._call = call
-        self._answer = answer
+        self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         last = None
         while last is None:
             lost = None
             try:
-                async for chunk in _async(self._answer):
+                async for chunk in _async_stream(self._response):
                     for out in self._call.forward(chunk):
                         yield out
             except STREAM_ERRORS as e:
                 lost = e
-            await self._answer.aclose()
+            await self._response.aclose()
             try:
-                last = self._call.ended(lost)
+                last = self._call.end_stream(lost)
                 if last is None:
-                    self._answer = await self._transport.answer(self._call)
+                    self._response = await self._transport.send_call(self._call)
             except EngineFailedInStream as e:
                 last = e.event
         if last:
             yield last
 
     async def aclose(self) -> None:
-        self._call.closed()
-        await self._answer.aclose()
+        self._call.release_engine()
+        await self._response.aclose()
 
 
-def _sync(answer: httpx.Response) -> httpx.SyncByteStream:
+def _sync_stream(response: httpx.Response) -> httpx.SyncByteStream:
     """Return the response's bytes as the engine sent them, because the client decodes them."""
-    assert isinstance(answer.stream, httpx.SyncByteStream)
-    return answer.stream
+    assert isinstance(response.stream, httpx.SyncByteStream)
+    return response.stream
 
 
-def _async(answer: httpx.Response) -> httpx.AsyncByteStream:
-    assert isinstance(answer.stream, httpx.AsyncByteStream)
-    return answer.stream
+def _async_stream(response: httpx.Response) -> httpx.AsyncByteStream:
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    return response.stream
 
 
-def _whole(answer: httpx.Response, content: bytes) -> httpx.Response:
+def _complete_response(response: httpx.Response, content: bytes) -> httpx.Response:
     return httpx.Response(
-        answer.status_code,
-        headers=answer.headers,
+        response.status_code,
+        headers=response.headers,
         stream=httpx.ByteStream(content),
-        extensions=answer.extensions,
+        extensions=response.extensions,
     )
 
 
-def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> httpx.Response:
+def _with_stream(
+    response: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream
+) -> httpx.Response:
     """Return a response with the same status and headers and another stream.
 
     The content-length header is removed, because another engine may continue the response.
     """
-    headers = [(k, v) for k, v in answer.headers.raw if k.lower() != b"content-length"]
-    return httpx.Response(answer.status_code, headers=headers, stream=stream, extensions=answer.extensions)
+    headers = [(k, v) for k, v in response.headers.raw if k.lower() != b"content-length"]
+    return httpx.Response(
+        response.status_code, headers=headers, stream=stream, extensions=response.extensions
+    )
 
 
-def router_of(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRouter:
+def create_router(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRouter:
     """Return the router of one client. Raises ConfigError if `retry_s` is invalid."""
     if not 0 <= retry_s < float("inf"):
         raise ConfigError("retry_s", f"{retry_s} is not a valid time", "Set seconds, or 0 for no retries.")
     chooser = EngineChooser(price)
-    poller = LoadPoller(chooser.loaded)
-    return CallRouter(routes, chooser, retry_s=retry_s, poke=poller.poke)
+    poller = LoadPoller(chooser.update_loads)
+    return CallRouter(routes, chooser, retry_s=retry_s, refresh_loads=poller.refresh)
 
 
 def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
@@ -233,9 +244,11 @@ def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
 
     Raises ConfigError if the package openai is not installed, or if an argument is not supported.
     """
-    package = _package()
-    http = httpx.Client(transport=RoutedTransport(router), trust_env=False, **_http(package, arguments))
-    made: openai.OpenAI = package.OpenAI(http_client=http, **_defaults(arguments))
+    package = _import_openai()
+    http = httpx.Client(
+        transport=RoutedTransport(router), trust_env=False, **_httpx_options(package, arguments)
+    )
+    made: openai.OpenAI = package.OpenAI(http_client=http, **_with_defaults(arguments))
     return made
 
 
@@ -244,14 +257,14 @@ def async_client(router: CallRouter, arguments: dict[str, Any]) -> openai.AsyncO
 
     Raises the same errors as `sync_client`.
     """
-    package = _package()
+    package = _import_openai()
     transport = AsyncRoutedTransport(router)
-    http = httpx.AsyncClient(transport=transport, trust_env=False, **_http(package, arguments))
-    made: openai.AsyncOpenAI = package.AsyncOpenAI(http_client=http, **_defaults(arguments))
+    http = httpx.AsyncClient(transport=transport, trust_env=False, **_httpx_options(package, arguments))
+    made: openai.AsyncOpenAI = package.AsyncOpenAI(http_client=http, **_with_defaults(arguments))
     return made
 
 
-def _package() -> ModuleType:
+def _import_openai() -> ModuleType:
     try:
         import openai
     except ModuleNotFoundError as e:
@@ -261,8 +274,8 @@ def _package() -> ModuleType:
     return openai
 
 
-def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
-    for name in _TAKEN:
+def _httpx_options(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in _RESERVED_ARGUMENTS:
         if name in arguments:
             raise ConfigError(
                 name, "not supported by this client", "Remove it, and pass addresses as `routes`."
@@ -275,7 +288,7 @@ def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"timeout": timeout, "follow_redirects": False}
 
 
-def _defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
     """Add default arguments of the client.
 
     The openai package's own retries are off, because they would repeat requests that must not be repeated.

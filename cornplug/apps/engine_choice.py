@@ -29,27 +29,27 @@ from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.retry import CircuitBreakers
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
-from cornplug.planner.replan.observed_load import PRESENT, WAITING
+from cornplug.planner.observed_load import PRESENT_METRICS, WAITING_METRICS
 
 INTERVAL_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
-_MOST_BYTES: Final = 8 << 20
-_SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
+_MAX_METRICS_BYTES: Final = 8 << 20
+_LOAD_SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT_METRICS)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
 """Pattern for a line with one of the four gauges that are read. Parsing all lines of the response takes a
 hundred times as long."""
 STEP_BYTES: Final = 512
 STEP_TOKENS: Final = 128
 """Estimated number of tokens in one step, with four bytes of text per token."""
-_MEDIUM_STEPS: Final = 2
+_STEPS_PER_MEDIA_ITEM: Final = 2
 """Number of steps that represent one image, audio clip or video."""
-_HEAD: Final = ("model", "cache_salt", "tools", "chat_template_kwargs")
+_HEAD_FIELDS: Final = ("model", "cache_salt", "tools", "chat_template_kwargs")
 """Fields of a request that change the first tokens of its prompt."""
-MOST_STEPS: Final = 65_536
+MAX_STEPS: Final = 65_536
 """Maximum number of steps that are remembered per engine: 8 million tokens, in about 8 MB of memory."""
 _RUNNING_TOKENS: Final = 16.0
 """Number of prefill tokens that delay a new request as much as the decode steps of one running request."""
-_FIRST_GUESS_TOKENS: Final = 512.0
-_NEW_SHARE: Final = 0.1
+_INITIAL_TOKENS: Final = 512.0
+_NEWEST_WEIGHT: Final = 0.1
 """Weight of the newest request in the moving average of tokens that an engine must compute for a request."""
 
 
@@ -61,12 +61,12 @@ class EngineLoad:
     running: float
 
 
-def parse_load(page: str) -> EngineLoad | None:
+def parse_load(text: str) -> EngineLoad | None:
     """Return the load that a metrics response contains, or None if the response has none of the gauges."""
-    found = [(name, float(value)) for name, value in _SAMPLE.findall(page)]
+    found = [(name, float(value)) for name, value in _LOAD_SAMPLE.findall(text)]
     if not found:
         return None
-    waiting = sum(value for name, value in found if name in WAITING)
+    waiting = sum(value for name, value in found if name in WAITING_METRICS)
     return EngineLoad(waiting, sum(value for _, value in found) - waiting)
 
 
@@ -86,7 +86,7 @@ class LoadPoller:
         self._next_s = 0.0
         self._thread: threading.Thread | None = None
 
-    def poke(self, engines: Collection[str]) -> None:
+    def refresh(self, engines: Collection[str]) -> None:
         """Read the metrics in a thread if the last reading is older than the interval. Returns
         immediately."""
         with self._lock:
@@ -104,13 +104,13 @@ class LoadPoller:
         found: dict[str, EngineLoad] = {}
         with httpx.Client(timeout=_TIMEOUT_S, trust_env=False, verify=tls_context()) as http:
             for engine in engines:
-                load = _load(http, engine)
+                load = _fetch_load(http, engine)
                 if load is not None:
                     found[engine] = load
         self._report(found)
 
 
-def _load(http: httpx.Client, engine: str) -> EngineLoad | None:
+def _fetch_load(http: httpx.Client, engine: str) -> EngineLoad | None:
     try:
         with http.stream("GET", f"{engine}/metrics") as page:
             if page.status_code != 200:
@@ -118,7 +118,7 @@ def _load(http: httpx.Client, engine: str) -> EngineLoad | None:
             text, end_s = b"", time.monotonic() + _TIMEOUT_S
             for chunk in page.iter_bytes():
                 text += chunk
-                if len(text) > _MOST_BYTES or time.monotonic() > end_s:
+                if len(text) > _MAX_METRICS_BYTES or time.monotonic() > end_s:
                     return None
         return parse_load(text.decode(errors="replace"))
     except (httpx.HTTPError, ValueError):
@@ -144,39 +144,40 @@ NO_PREFIX: Final = PromptPrefix((), b"", 0)
 
 def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
     """Return the prefix of the prompt in a chat or completion request."""
-    head = _bytes({name: body[name] for name in _HEAD if body.get(name) is not None})
+    head = _encode_json({name: body[name] for name in _HEAD_FIELDS if body.get(name) is not None})
     parts, first = [head], None
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else [body.get("prompt")]:
-        parts.append(_bytes(_short(message)))
+        parts.append(_encode_json(_shorten_media(message)))
         if first is None and (not isinstance(message, dict) or message.get("role") == "user"):
             first = len(parts)
     conversation = xxhash.xxh3_128_digest(b"".join(parts[:first])[: 64 * STEP_BYTES])
     text = b"".join(parts)
-    return PromptPrefix(tuple(_chain(text)), conversation, -(-len(text) * STEP_TOKENS // STEP_BYTES))
+    return PromptPrefix(tuple(_step_hashes(text)), conversation, -(-len(text) * STEP_TOKENS // STEP_BYTES))
 
 
-def _chain(text: bytes) -> Iterator[int]:
+def _step_hashes(text: bytes) -> Iterator[int]:
     running = xxhash.xxh3_64()
     for start in range(0, len(text) - STEP_BYTES + 1, STEP_BYTES):
         running.update(text[start : start + STEP_BYTES])
         yield running.intdigest()
 
 
-def _bytes(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return msgspec.json.encode(value, order="deterministic")
 
 
-def _short(value: Any) -> Any:
-    """Replace each medium in a message by a repeated digest with the length of `_MEDIUM_STEPS` steps."""
+def _shorten_media(value: Any) -> Any:
+    """Replace each medium in a message by a repeated digest with the length of `_STEPS_PER_MEDIA_ITEM`
+    steps."""
     if isinstance(value, str) and value.startswith("data:"):
-        return xxhash.xxh3_128_hexdigest(value.encode()) * (_MEDIUM_STEPS * STEP_BYTES // 32)
+        return xxhash.xxh3_128_hexdigest(value.encode()) * (_STEPS_PER_MEDIA_ITEM * STEP_BYTES // 32)
     if isinstance(value, list):
-        return [_short(one) for one in value]
+        return [_shorten_media(one) for one in value]
     if isinstance(value, dict):
         if isinstance(sound := value.get("input_audio"), dict) and isinstance(sound.get("data"), str):
-            return {**value, "input_audio": _short(f"data:{sound['data']}")}
-        return {name: _short(one) for name, one in value.items()}
+            return {**value, "input_audio": _shorten_media(f"data:{sound['data']}")}
+        return {name: _shorten_media(one) for name, one in value.items()}
     return value
 
 
@@ -186,20 +187,20 @@ class PrefixMemory:
     Not thread-safe. `EngineChooser` holds the lock.
     """
 
-    def __init__(self, most_steps: int = MOST_STEPS) -> None:
-        self._most = most_steps
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self._max_steps = max_steps
         self._steps: dict[str, OrderedDict[int, None]] = {}
 
     def engines(self) -> tuple[str, ...]:
         """Return the engines that have received any step."""
         return tuple(self._steps)
 
-    def keep(self, engines: Container[str]) -> None:
+    def retain(self, engines: Container[str]) -> None:
         """Remove all engines except `engines`, because a launch has stopped the other engines."""
         for engine in [one for one in self._steps if one not in engines]:
             del self._steps[engine]
 
-    def known(self, engine: str, steps: Sequence[int]) -> int:
+    def count_known_steps(self, engine: str, steps: Sequence[int]) -> int:
         """Return the number of leading steps that this engine has received."""
         found = self._steps.get(engine, ())
         for number, step in enumerate(steps):
@@ -214,7 +215,7 @@ class PrefixMemory:
         for step in reversed(steps):
             found[step] = None
             found.move_to_end(step)
-        while len(found) > self._most:
+        while len(found) > self._max_steps:
             found.popitem(last=False)
 
     def forget(self, engine: str) -> None:
@@ -259,82 +260,82 @@ class EngineChooser:
         self._sent: Counter[str] = Counter()
         """Number of this client's requests in progress, by engine."""
         self._loads: Mapping[str, EngineLoad] = {}
-        self._sent_then: Mapping[str, int] = {}
+        self._sent_at_reading: Mapping[str, int] = {}
         """Value of `_sent` when `_loads` was read. The loads include these requests."""
-        self._typical_tokens = _FIRST_GUESS_TOKENS
+        self._typical_tokens = _INITIAL_TOKENS
 
-    def take(self, engines: Mapping[str, float], prefix: PromptPrefix, now: float) -> str | None:
+    def choose(self, engines: Mapping[str, float], prefix: PromptPrefix, now: float) -> str | None:
         """Choose the engine for a request. Returns None if every engine has failed or requested a pause.
 
         Among engines with equal prices, the conversation's digest and the weights decide, so that every
         process chooses the same engine.
         """
         with self._lock:
-            self._circuits.watch(engines)
-            self._memory.keep(engines)
+            self._circuits.add_services(engines)
+            self._memory.retain(engines)
             ready = [engine for engine in engines if not self._circuits.is_open(engine, now)]
             if not ready:
                 return None
-            order = endpoints.ranking(prefix.conversation, engines)
+            order = endpoints.rank_services(prefix.conversation, engines)
             prices = {engine: self._price_s(engine, engines, prefix) for engine in ready}
             chosen = min(ready, key=lambda engine: (round(prices[engine], 6), order.index(engine)))
-            self._circuits.take(chosen, now)
-            self._note_sent(chosen, prefix)
+            self._circuits.try_use(chosen, now)
+            self._record_sent(chosen, prefix)
             return chosen
 
-    def take_first(self, engines: Mapping[str, float], prefix: PromptPrefix) -> str:
+    def choose_earliest(self, engines: Mapping[str, float], prefix: PromptPrefix) -> str:
         """Choose the engine whose pause ends first, for a request that cannot wait until then."""
         with self._lock:
-            chosen = min(engines, key=self._circuits.opens_at)
-            self._note_sent(chosen, prefix)
+            chosen = min(engines, key=self._circuits.retry_at)
+            self._record_sent(chosen, prefix)
             return chosen
 
     def opens_at(self, engines: Collection[str]) -> float:
         """Return the time from which one of these engines accepts requests."""
         with self._lock:
-            self._circuits.watch(engines)
-            return min(map(self._circuits.opens_at, engines))
+            self._circuits.add_services(engines)
+            return min(map(self._circuits.retry_at, engines))
 
-    def ended(self, engine: str) -> None:
-        """Record the end of a request that `take` or `take_first` assigned to this engine."""
+    def record_end(self, engine: str) -> None:
+        """Record the end of a request that `choose` or `choose_earliest` assigned to this engine."""
         with self._lock:
             self._sent[engine] -= 1
 
-    def answered(self, engine: str, prefix: PromptPrefix) -> None:
+    def record_accepted(self, engine: str, prefix: PromptPrefix) -> None:
         """Record that the engine accepted the request, and now has its prompt."""
         with self._lock:
-            self._circuits.answered(engine)
+            self._circuits.record_response(engine)
             self._memory.remember(engine, prefix.steps)
 
-    def refused(self, engine: str, now: float, pause_s: float | None) -> None:
+    def record_pause(self, engine: str, now: float, pause_s: float | None) -> None:
         """Record that the engine requested a pause of `pause_s` seconds. None: the engine stated no
         duration."""
         with self._lock:
-            self._circuits.refused(engine, now, pause_s)
+            self._circuits.record_refusal(engine, now, pause_s)
 
-    def failed(self, engine: str, now: float, *, sent: float) -> None:
+    def record_failure(self, engine: str, now: float, *, sent: float) -> None:
         """Record that the engine did not respond to the request sent at `sent`.
 
         Its prefixes are forgotten, because its process may have restarted.
         """
         with self._lock:
-            self._circuits.failed(engine, now, sent=sent)
+            self._circuits.record_failure(engine, now, sent_at=sent)
             self._memory.forget(engine)
 
-    def loaded(self, loads: Mapping[str, EngineLoad]) -> None:
+    def update_loads(self, loads: Mapping[str, EngineLoad]) -> None:
         """Set the engines' loads from a new reading. Engines that are not in `loads` have no measured
         load."""
         with self._lock:
             self._loads = loads
-            self._sent_then = {engine: self._sent[engine] for engine in loads}
+            self._sent_at_reading = {engine: self._sent[engine] for engine in loads}
 
-    def _note_sent(self, engine: str, prefix: PromptPrefix) -> None:
+    def _record_sent(self, engine: str, prefix: PromptPrefix) -> None:
         self._sent[engine] += 1
         missing = self._missing_tokens(engine, prefix)
-        self._typical_tokens += _NEW_SHARE * (missing - self._typical_tokens)
+        self._typical_tokens += _NEWEST_WEIGHT * (missing - self._typical_tokens)
 
     def _missing_tokens(self, engine: str, prefix: PromptPrefix) -> float:
-        return prefix.tokens - STEP_TOKENS * self._memory.known(engine, prefix.steps)
+        return prefix.tokens - STEP_TOKENS * self._memory.count_known_steps(engine, prefix.steps)
 
     def _price_s(self, engine: str, engines: Mapping[str, float], prefix: PromptPrefix) -> float:
         host = urlsplit(engine).hostname
@@ -354,5 +355,5 @@ class EngineChooser:
     def _queue_tokens(self, engine: str) -> float:
         """Return the number of prefill tokens that an engine processes before a new request."""
         load = self._loads.get(engine, EngineLoad(0.0, 0.0))
-        since = max(self._sent[engine] - self._sent_then.get(engine, 0), 0)
+        since = max(self._sent[engine] - self._sent_at_reading.get(engine, 0), 0)
         return (load.waiting + since) * max(self._typical_tokens, 1.0) + load.running * _RUNNING_TOKENS

@@ -15,21 +15,21 @@ from pydantic import ValidationError
 from cornplug.config import ClassConfig, NamespaceConfig, QosConfig, StoreConfig
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.cross_checks import application_errors, duplicates
-from cornplug.planner.inputs.field_types import InputError, Place, nearest
+from cornplug.planner.inputs.field_types import InputError, Location, suggest_known_name
 from cornplug.planner.inputs.schema import Application, Component, PlanInput, RequestSpec, Route
-from cornplug.settings import metrics_address
+from cornplug.settings import parse_metrics_address
 from cornplug.store.daemon.main import store_parser
 
 STORE_FLAGS: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
 """Store flags that an apps file may set. The launch itself sets the flags for the socket, the size
 (`launch.store_gib`), the secret, and when the process ends."""
-_STORE_FLAGS_PLACE: Final[Place] = ("launch", "store_flags")
+_STORE_FLAGS_PLACE: Final[Location] = ("launch", "store_flags")
 _STORE_FLAGS_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
 
 
-def launched(file: PlanInput, name: str) -> bool:
+def is_launched(file: PlanInput, name: str) -> bool:
     """Return whether a launch starts this component."""
-    return file.component[name].resources is not None
+    return file.components_by_name[name].resources is not None
 
 
 def encoder_of(file: PlanInput, name: str) -> Component | None:
@@ -37,7 +37,7 @@ def encoder_of(file: PlanInput, name: str) -> Component | None:
 
     This is the encoder itself if it is launched, otherwise an encoder with the same fingerprint or model.
     """
-    wanted = file.component[name]
+    wanted = file.components_by_name[name]
     started = [c for c in file.components if c.kind == "encoder" and c.resources is not None]
     for candidate in started:
         if candidate.name == name:
@@ -70,9 +70,9 @@ def path_of(file: PlanInput, application: Application, request: RequestSpec) -> 
     named = next((route.path for route in application.routes if route.request == request.name), None)
     encoders = [encoder_of(file, m.encoder) for m in request.media if named is None or m.encoder in named]
     generator = request.generates.generator if request.generates else None
-    path = [*encoders, file.component[application.llm]]
-    if generator is not None and launched(file, generator) and (named is None or generator in named):
-        path.append(file.component[generator])
+    path = [*encoders, file.components_by_name[application.llm]]
+    if generator is not None and is_launched(file, generator) and (named is None or generator in named):
+        path.append(file.components_by_name[generator])
     return list({c.name: c for c in path if c is not None}.values())
 
 
@@ -89,13 +89,13 @@ def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
             yield InputError(
                 _STORE_FLAGS_PLACE,
                 f"flag {flag!r} is not allowed for a launched store",
-                nearest(flag, STORE_FLAGS),
+                suggest_known_name(flag, STORE_FLAGS),
             )
-    elif refused := _refused(words):
+    elif refused := _flag_problem(words):
         yield InputError(_STORE_FLAGS_PLACE, *refused)
 
 
-def _refused(words: list[str]) -> tuple[str, str] | None:
+def _flag_problem(words: list[str]) -> tuple[str, str] | None:
     """Return (problem, remedy) if `cornplug serve-store` rejects these arguments, else None."""
     parser = store_parser(StoreConfig())
     parser.exit_on_error = False
@@ -104,7 +104,7 @@ def _refused(words: list[str]) -> tuple[str, str] | None:
         if left:
             return f"{left[0]!r} does not belong to a flag", _STORE_FLAGS_HELP
         if options.metrics:
-            metrics_address(options.metrics)
+            parse_metrics_address(options.metrics)
     except ConfigError as e:
         problem = str(e).removeprefix(f"{e.field}: ").removesuffix(f". {e.remedy}")
         return problem, e.remedy
@@ -118,28 +118,28 @@ def errors(file: PlanInput) -> Iterator[InputError]:
 
     The stages are names, then resources, then routes and shares.
     """
-    for stage in (application_errors, _resources_and_store, _paths_and_shares):
+    for stage in (application_errors, _resource_and_store_errors, _path_and_share_errors):
         found = list(stage(file))
         yield from found
         if found:
             return
 
 
-def _resources_and_store(file: PlanInput) -> Iterator[InputError]:
+def _resource_and_store_errors(file: PlanInput) -> Iterator[InputError]:
     yield from store_flag_errors(file)
-    yield from _resources(file)
+    yield from _resource_errors(file)
 
 
-def _resources(file: PlanInput) -> Iterator[InputError]:
+def _resource_errors(file: PlanInput) -> Iterator[InputError]:
     ports: dict[int, str] = {}
     used: dict[int, float] = {}
     for i, component in enumerate(file.components):
         its = component.resources
         if its is None:
             continue
-        place: Place = ("components", i, "resources")
-        yield from _program(("components", i), component)
-        yield from _devices((*place, "devices"), component, used)
+        place: Location = ("components", i, "resources")
+        yield from _program_errors(("components", i), component)
+        yield from _device_errors((*place, "devices"), component, used)
         for port in range(its.port, its.port + its.replicas) if its.port else ():
             if port in ports:
                 yield InputError(
@@ -150,7 +150,7 @@ def _resources(file: PlanInput) -> Iterator[InputError]:
             ports[port] = component.name
 
 
-def _program(place: Place, component: Component) -> Iterator[InputError]:
+def _program_errors(place: Location, component: Component) -> Iterator[InputError]:
     its = component.resources
     assert its is not None
     serves = component.kind == "generator" and component.server is not None
@@ -181,7 +181,7 @@ def _program(place: Place, component: Component) -> Iterator[InputError]:
         yield InputError((*place, "model"), "missing, but the engine needs it", remedy)
 
 
-def _devices(place: Place, component: Component, used: dict[int, float]) -> Iterator[InputError]:
+def _device_errors(place: Location, component: Component, used: dict[int, float]) -> Iterator[InputError]:
     its = component.resources
     assert its is not None
     if not its.devices:
@@ -204,10 +204,10 @@ def _devices(place: Place, component: Component, used: dict[int, float]) -> Iter
             yield InputError(place, f"components use {used[device]:g} of GPU {device}", remedy)
 
 
-def _paths_and_shares(file: PlanInput) -> Iterator[InputError]:
+def _path_and_share_errors(file: PlanInput) -> Iterator[InputError]:
     for i, application in enumerate(file.applications):
-        place: Place = ("applications", i)
-        if not launched(file, application.llm):
+        place: Location = ("applications", i)
+        if not is_launched(file, application.llm):
             remedy = (
                 f"Add resources to component {application.llm!r}, such as resources = {{ devices = [0] }}."
             )
@@ -215,41 +215,41 @@ def _paths_and_shares(file: PlanInput) -> Iterator[InputError]:
             continue
         names = [c.name for c in file.qos]
         if names and application.qos != "default" and application.qos not in names:
-            remedy = f"{nearest(application.qos, names)} Or add a [[qos]] table of this name."
+            remedy = f"{suggest_known_name(application.qos, names)} Or add a [[qos]] table of this name."
             yield InputError((*place, "qos"), f"no class {application.qos!r}", remedy)
-        yield from _routes(place, file, application)
-    yield from _namespaces(file)
-    yield from _classes(file)
+        yield from _route_errors(place, file, application)
+    yield from _namespace_errors(file)
+    yield from _class_errors(file)
 
 
-def _routes(place: Place, file: PlanInput, application: Application) -> Iterator[InputError]:
+def _route_errors(place: Location, file: PlanInput, application: Application) -> Iterator[InputError]:
     requests = {request.name: request for request in application.requests}
     yield from (
-        InputError((*e.place[:-1], "request"), e.problem, "Write one route for each request class.")
+        InputError((*e.location[:-1], "request"), e.problem, "Write one route for each request class.")
         for e in duplicates((*place, "routes"), [route.request for route in application.routes])
     )
     for k, route in enumerate(application.routes):
         at = (*place, "routes", k)
         if route.request not in requests:
-            remedy = nearest(route.request, list(requests))
+            remedy = suggest_known_name(route.request, list(requests))
             yield InputError((*at, "request"), f"no request class {route.request!r}", remedy)
             continue
-        yield from _path((*at, "path"), file, application, requests[route.request], route)
+        yield from _path_errors((*at, "path"), file, application, requests[route.request], route)
     routed = {route.request for route in application.routes}
     for k, request in enumerate(application.requests):
         generated = request.generates
-        if request.name not in routed and generated and not launched(file, generated.generator):
+        if request.name not in routed and generated and not is_launched(file, generated.generator):
             at = (*place, "requests", k, "generates", "generator")
             remedy = "Add resources with a command, or a route that ends at the LLM."
             yield InputError(at, f"{generated.generator!r} is not launched", remedy)
 
 
-def _path(
-    place: Place, file: PlanInput, application: Application, request: RequestSpec, route: Route
+def _path_errors(
+    place: Location, file: PlanInput, application: Application, request: RequestSpec, route: Route
 ) -> Iterator[InputError]:
-    known = file.component
+    known = file.components_by_name
     if unknown := [name for name in route.path if name not in known]:
-        yield InputError(place, f"no component {unknown[0]!r}", nearest(unknown[0], list(known)))
+        yield InputError(place, f"no component {unknown[0]!r}", suggest_known_name(unknown[0], list(known)))
         return
     encoders = [media.encoder for media in request.media]
     generators = [request.generates.generator] if request.generates else []
@@ -263,12 +263,12 @@ def _path(
         ordered = [name for name in dict.fromkeys(allowed) if name in route.path]
         yield InputError(place, "not in processing order", f"Write {ordered}.".replace("'", '"'))
     for name in route.path:
-        served = encoder_of(file, name) if known[name].kind == "encoder" else launched(file, name)
+        served = encoder_of(file, name) if known[name].kind == "encoder" else is_launched(file, name)
         if not served:
             yield InputError(place, f"{name!r} is not launched", "Add resources to it, or remove it here.")
 
 
-def _namespaces(file: PlanInput) -> Iterator[InputError]:
+def _namespace_errors(file: PlanInput) -> Iterator[InputError]:
     try:
         StoreConfig(
             namespaces={
@@ -278,17 +278,17 @@ def _namespaces(file: PlanInput) -> Iterator[InputError]:
             }
         )
     except ValidationError as e:
-        yield _of_settings(e, ("applications",), [app.name for app in file.applications], "namespace")
+        yield _convert_error(e, ("applications",), [app.name for app in file.applications], "namespace")
 
 
-def _classes(file: PlanInput) -> Iterator[InputError]:
+def _class_errors(file: PlanInput) -> Iterator[InputError]:
     try:
         QosConfig(classes={c.name: ClassConfig(**c.model_dump(exclude={"name"})) for c in file.qos})
     except ValidationError as e:
-        yield _of_settings(e, ("qos",), [c.name for c in file.qos], "share")
+        yield _convert_error(e, ("qos",), [c.name for c in file.qos], "share")
 
 
-def _of_settings(error: ValidationError, place: Place, names: list[str], key: str) -> InputError:
+def _convert_error(error: ValidationError, place: Location, names: list[str], key: str) -> InputError:
     """Convert an error of the store's or the classes' settings into an error of the apps file.
 
     The position is the table that the error's text names, or all tables if the text names no table.
@@ -296,5 +296,5 @@ def _of_settings(error: ValidationError, place: Place, names: list[str], key: st
     text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     problem, _, remedy = text.rpartition(": ")
     named: list[Any] = [i for i, name in enumerate(names) if f"namespaces.{name}:" in text]
-    at: Place = (*place, named[0], key) if named else place
+    at: Location = (*place, named[0], key) if named else place
     return InputError(at, problem.rpartition(": ")[2], remedy[:1].upper() + remedy[1:] + ".")

@@ -28,12 +28,12 @@ COMPLETIONS: Final = "/v1/completions"
 _LAST_ROLES: Final = frozenset({"user", "tool", "system", "developer"})
 _USAGE: Final = frozenset({"include_usage", "continuous_usage_stats"})
 
-Test = Callable[[Any], bool]
-_NEEDED: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt"}
+FieldTest = Callable[[Any], bool]
+_REQUIRED_FIELD: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt"}
 DONE: Final = b"data: [DONE]\n\n"
-_END: Final = re.compile(rb"\r?\n\r?\n")
-_LIMITS: Final = ("max_tokens", "max_completion_tokens")
-_KEPT: Final = ("id", "object", "created", "model")
+_EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
+_LIMIT_FIELDS: Final = ("max_tokens", "max_completion_tokens")
+_COPIED_FIELDS: Final = ("id", "object", "created", "model")
 """Fields that are copied from the first event to the events of later engines."""
 
 
@@ -53,7 +53,7 @@ def _is_zero(value: Any) -> bool:
     return value is None or (_is_number(value) and value == 0)
 
 
-def _ends_with_a_question(messages: Any) -> bool:
+def _ends_with_prompt(messages: Any) -> bool:
     """Return whether the last message is not an assistant message, which the engine would already
     continue."""
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
@@ -61,14 +61,14 @@ def _ends_with_a_question(messages: Any) -> bool:
     return messages[-1].get("role") in _LAST_ROLES
 
 
-def _asks_for_usage_only(options: Any) -> bool:
+def _requests_only_usage(options: Any) -> bool:
     return options is None or (isinstance(options, dict) and set(options) <= _USAGE)
 
 
-_ANY: Final[Mapping[str, Test]] = {
+_COMMON_FIELDS: Final[Mapping[str, FieldTest]] = {
     "model": lambda value: isinstance(value, str),
     "stream": lambda value: value is True,
-    "stream_options": _asks_for_usage_only,
+    "stream_options": _requests_only_usage,
     "max_tokens": _is_limit,
     "temperature": _is_number,
     "top_p": _is_number,
@@ -87,13 +87,13 @@ _ANY: Final[Mapping[str, Test]] = {
     "priority": _is_limit,
     "cache_salt": lambda value: value is None or isinstance(value, str),
 }
-_FIELDS: Final[Mapping[str, Mapping[str, Test]]] = {
-    CHAT: {**_ANY, "messages": _ends_with_a_question, "max_completion_tokens": _is_limit},
-    COMPLETIONS: {**_ANY, "prompt": lambda value: isinstance(value, str), "echo": _is_off},
+_FIELDS: Final[Mapping[str, Mapping[str, FieldTest]]] = {
+    CHAT: {**_COMMON_FIELDS, "messages": _ends_with_prompt, "max_completion_tokens": _is_limit},
+    COMPLETIONS: {**_COMMON_FIELDS, "prompt": lambda value: isinstance(value, str), "echo": _is_off},
 }
 
 
-def fields_of(path: str) -> frozenset[str]:
+def allowed_fields(path: str) -> frozenset[str]:
     """Return the names of fields with which requests to a path may continue."""
     return frozenset(_FIELDS.get(path, ()))
 
@@ -104,7 +104,7 @@ def may_continue(path: str, body: Mapping[str, Any]) -> bool:
     All fields and values of the request must be allowed.
     """
     fields = _FIELDS.get(path)
-    if fields is None or body.get("stream") is not True or _NEEDED[path] not in body:
+    if fields is None or body.get("stream") is not True or _REQUIRED_FIELD[path] not in body:
         return False
     return all(name in fields and fields[name](value) for name, value in body.items())
 
@@ -119,7 +119,7 @@ class EventSplitter:
         """Yield the events that are complete after this chunk, each with its empty line."""
         self._rest += chunk
         begin = 0
-        for end in _END.finditer(self._rest):
+        for end in _EVENT_END.finditer(self._rest):
             yield self._rest[begin : end.end()]
             begin = end.end()
         self._rest = self._rest[begin:]
@@ -135,7 +135,7 @@ def is_done(event: bytes) -> bool:
     return event.strip() == DONE.strip()
 
 
-def data_of(event: bytes) -> dict[str, Any] | None:
+def decode_event(event: bytes) -> dict[str, Any] | None:
     """Return the JSON object of an event, or None for a comment or other data."""
     if not event.startswith(b"data:"):
         return None
@@ -145,7 +145,7 @@ def data_of(event: bytes) -> dict[str, Any] | None:
         return None
 
 
-def event_of(data: Mapping[str, Any]) -> bytes:
+def encode_event(data: Mapping[str, Any]) -> bytes:
     """Encode a JSON object as an event, as vLLM and SGLang do."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
@@ -172,10 +172,10 @@ class StreamContinuation:
         self._is_chat = path == CHAT
         self._body = body
         options = body.get("stream_options") or {}
-        self._usage_asked = bool(options.get("include_usage"))
-        self._usage_in_all = self._usage_asked and bool(options.get("continuous_usage_stats"))
-        self._limited = any(body.get(name) is not None for name in _LIMITS)
-        self._counts = self._limited or self._usage_asked
+        self._usage_requested = bool(options.get("include_usage"))
+        self._usage_in_every_event = self._usage_requested and bool(options.get("continuous_usage_stats"))
+        self._has_limit = any(body.get(name) is not None for name in _LIMIT_FIELDS)
+        self._needs_token_count = self._has_limit or self._usage_requested
         """Whether the remaining limit or the usage depends on the number of received tokens."""
         self._events = EventSplitter()
         self._text = ""
@@ -185,34 +185,37 @@ class StreamContinuation:
         """Number of tokens of generated text in the current engine's request."""
         self._tokens: int | None = 0
         """Number of tokens of all generated text, or None if the engine does not report the number."""
-        self._resume = (0, 0)
+        self._resume_point = (0, 0)
         """(characters, tokens) of the generated text that a request to the next engine would contain."""
-        self._first: dict[str, Any] | None = None
+        self._first_fields: dict[str, Any] | None = None
         self._prompt_tokens: int | None = None
         self._usage_sent = False
-        self._engines = 1
-        self._strange = False
-        self.finished = False
+        self._engine_count = 1
+        self._has_unknown_data = False
+        self.finish_sent = False
         """Whether an event with a finish reason was forwarded."""
-        self.done = False
+        self.done_sent = False
         """Whether the event that ends a stream was forwarded."""
 
     @classmethod
-    def of(cls, path: str, body: Mapping[str, Any]) -> Self | None:
+    def for_request(cls, path: str, body: Mapping[str, Any]) -> Self | None:
         """Return the continuation of a request's stream, or None if the stream must not continue."""
         return cls(path, body) if may_continue(path, body) else None
 
     @property
-    def can_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether another engine may continue the stream."""
-        return not (self._strange or self.done or self.finished) and self._next_limits() is not None
+        return (
+            not (self._has_unknown_data or self.done_sent or self.finish_sent)
+            and self._next_limits() is not None
+        )
 
-    def request(self) -> dict[str, Any]:
+    def next_request_body(self) -> dict[str, Any]:
         """Return the body of the next request: the caller's body, or a body for the rest of the text."""
         body = dict(self._body)
-        if self._counts:
+        if self._needs_token_count:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-        text = self._text[: self._resume[0]]
+        text = self._text[: self._resume_point[0]]
         if not text:
             return body
         body |= self._next_limits() or {}
@@ -222,14 +225,14 @@ class StreamContinuation:
         body["prompt"] += text
         return body
 
-    def go_on(self) -> None:
+    def switch_engine(self) -> None:
         """Record that the engine was lost and that the next request is sent to another engine."""
-        characters, self._tokens_before = self._resume
+        characters, self._tokens_before = self._resume_point
         self._tokens = self._tokens_before
         self._overlap = self._text[characters:]
         self._events.take_rest()
-        if self._first is not None:
-            self._engines += 1
+        if self._first_fields is not None:
+            self._engine_count += 1
 
     def forward(self, chunk: bytes) -> Iterator[bytes]:
         """Yield events for the caller.
@@ -239,46 +242,56 @@ class StreamContinuation:
         """
         return filter(None, map(self._forward_event, self._events.feed(chunk)))
 
-    def end(self) -> bytes:
+    def finish(self) -> bytes:
         """Return the last bytes for the caller, after the stream ended or its engine was lost after the last
         token."""
-        if self.done or not self.finished:
+        if self.done_sent or not self.finish_sent:
             return self._events.take_rest()
-        self.done = True
-        if not self._usage_asked or self._usage_sent or self._tokens is None or self._first is None:
+        self.done_sent = True
+        if (
+            not self._usage_requested
+            or self._usage_sent
+            or self._tokens is None
+            or self._first_fields is None
+        ):
             return DONE
-        return event_of({**self._first, "choices": [], "usage": self._usage_of(self._tokens)}) + DONE
+        return (
+            encode_event({**self._first_fields, "choices": [], "usage": self._usage_object(self._tokens)})
+            + DONE
+        )
 
     def _next_limits(self) -> dict[str, int] | None:
         """Return the token limits for the rest of the text.
 
         Returns None if the limit is reached or the number of tokens so far is not available.
         """
-        if not self._limited:
+        if not self._has_limit:
             return {}
         if self._tokens is None:
             return None
         limits = {
-            name: self._body[name] - self._resume[1] for name in _LIMITS if self._body.get(name) is not None
+            name: self._body[name] - self._resume_point[1]
+            for name in _LIMIT_FIELDS
+            if self._body.get(name) is not None
         }
         return limits if min(limits.values()) > 0 else None
 
     def _forward_event(self, event: bytes) -> bytes:
         if is_done(event):
-            self.done = True
+            self.done_sent = True
             return event
-        data = data_of(event)
+        data = decode_event(event)
         if data is None:
             # Comments keep the connection open and are allowed. After other data, the stream cannot continue.
-            self._strange |= event.startswith(b"data:")
+            self._has_unknown_data |= event.startswith(b"data:")
             return event
         if "error" in data:
-            if self.can_go_on and _is_of_the_engine(data["error"]):
+            if self.can_continue and _is_engine_error(data["error"]):
                 raise EngineFailedInStream(event)
-            self._strange = True
+            self._has_unknown_data = True
             return event
-        if self._first is None:
-            self._first = {name: data[name] for name in _KEPT if name in data}
+        if self._first_fields is None:
+            self._first_fields = {name: data[name] for name in _COPIED_FIELDS if name in data}
         usage = data.get("usage")
         if isinstance(usage, dict) and self._prompt_tokens is None and not self._tokens_before:
             self._prompt_tokens = usage.get("prompt_tokens")
@@ -288,34 +301,34 @@ class StreamContinuation:
         return self._forward_choice(event, data, choices[0], usage)
 
     def _forward_usage(self, event: bytes, data: dict[str, Any], usage: Any) -> bytes:
-        if not self._usage_asked:
-            return b"" if self._counts else event
+        if not self._usage_requested:
+            return b"" if self._needs_token_count else event
         self._usage_sent = True
-        if self._engines == 1 or not isinstance(usage, dict):
+        if self._engine_count == 1 or not isinstance(usage, dict):
             return event
         total = self._tokens_before + int(usage.get("completion_tokens") or 0)
-        return event_of({**data, **(self._first or {}), "usage": self._usage_of(total)})
+        return encode_event({**data, **(self._first_fields or {}), "usage": self._usage_object(total)})
 
     def _forward_choice(
         self, event: bytes, data: dict[str, Any], choice: dict[str, Any], usage: Any
     ) -> bytes:
         text = self._text_of(choice)
-        fresh = self._without_overlap(text)
-        self._note(fresh, usage)
-        self.finished |= choice.get("finish_reason") is not None
-        stripped = usage is not None and self._counts and not self._usage_in_all
-        if self._engines == 1 and not stripped:
+        fresh = self._strip_overlap(text)
+        self._record_text(fresh, usage)
+        self.finish_sent |= choice.get("finish_reason") is not None
+        stripped = usage is not None and self._needs_token_count and not self._usage_in_every_event
+        if self._engine_count == 1 and not stripped:
             return event
         if stripped:
             del data["usage"]
-        if self._engines == 1:
-            return event_of(data)
-        if not fresh and not self.finished:
+        if self._engine_count == 1:
+            return encode_event(data)
+        if not fresh and not self.finish_sent:
             return b""
-        self._put(choice, fresh)
+        self._set_text(choice, fresh)
         if "usage" in data and self._tokens is not None:
-            data["usage"] = self._usage_of(self._tokens)
-        return event_of({**data, **(self._first or {})})
+            data["usage"] = self._usage_object(self._tokens)
+        return encode_event({**data, **(self._first_fields or {})})
 
     def _text_of(self, choice: dict[str, Any]) -> str:
         """Return the new text of an event.
@@ -325,39 +338,41 @@ class StreamContinuation:
         if not self._is_chat:
             return choice.get("text") or ""
         delta = choice.get("delta") or {}
-        self._strange |= any(value for name, value in delta.items() if name not in ("role", "content"))
+        self._has_unknown_data |= any(
+            value for name, value in delta.items() if name not in ("role", "content")
+        )
         return delta.get("content") or ""
 
-    def _put(self, choice: dict[str, Any], text: str) -> None:
+    def _set_text(self, choice: dict[str, Any], text: str) -> None:
         if self._is_chat:
             choice["delta"] = {"content": text}
         else:
             choice["text"] = text
 
-    def _without_overlap(self, text: str) -> str:
+    def _strip_overlap(self, text: str) -> str:
         again = min(len(text), len(self._overlap))
         if text[:again] != self._overlap[:again]:
-            self._strange = True
+            self._has_unknown_data = True
             raise StreamDiverged(
                 f"the next engine sent {text[:again]!r} instead of {self._overlap[:again]!r}"
             )
         self._overlap = self._overlap[again:]
         return text[again:]
 
-    def _note(self, fresh: str, usage: Any) -> None:
+    def _record_text(self, fresh: str, usage: Any) -> None:
         came = usage.get("completion_tokens") if isinstance(usage, dict) else None
         self._tokens = None if came is None else self._tokens_before + came
         self._text += fresh
-        is_counted = self._tokens is not None or not self._counts
+        is_counted = self._tokens is not None or not self._needs_token_count
         if fresh and is_counted and not fresh[-1].isspace() and fresh[-1] != "\N{REPLACEMENT CHARACTER}":
-            self._resume = (len(self._text), self._tokens or 0)
+            self._resume_point = (len(self._text), self._tokens or 0)
 
-    def _usage_of(self, tokens: int) -> dict[str, int]:
+    def _usage_object(self, tokens: int) -> dict[str, int]:
         prompt = self._prompt_tokens or 0
         return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens}
 
 
-def _is_of_the_engine(error: Any) -> bool:
+def _is_engine_error(error: Any) -> bool:
     """Return whether an error is caused by the engine, such as an exited process, and not by the request."""
     code = error.get("code") if isinstance(error, dict) else None
     return isinstance(code, int) and code >= 500

@@ -25,14 +25,14 @@ from cornplug.checkpoints.families import (
     unusual_classes,
     without_inert,
 )
-from cornplug.checkpoints.families.family import this_numeric_class
+from cornplug.checkpoints.families.family import current_numeric_class
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES, generic_family, processor_spec
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
 
 _MAX_JSON_BYTES: Final = 16 << 20
-_PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
+_PROCESSOR_LOCATIONS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
     "image": ("image_processor", ("preprocessor_config.json",)),
     "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
     "audio": ("feature_extractor", ("preprocessor_config.json",)),
@@ -41,16 +41,16 @@ _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
 separate files."""
 __all__ = ["Checkpoint", "ModelIdentity", "Part"]
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
-_OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
+_SUB_CONFIGS: Final = frozenset({"vision_config", "audio_config", "text_config"})
 
 
-def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
+def read_processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
     """Return the JSON of each modality's processor, or {} for a modality without a processor."""
     together = read_json(path / "processor_config.json") or {}
-    return {modality: _processor(path, together, modality) for modality in _PROCESSORS}
+    return {modality: _read_processor_json(path, together, modality) for modality in _PROCESSOR_LOCATIONS}
 
 
-def cached_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
+def find_cached_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
     """Return the folder of a model in the local Hugging Face cache, or in `cache_dir`.
 
     Raises CheckpointError("not_found").
@@ -69,8 +69,8 @@ def cached_snapshot(model: str, revision: str | None, cache_dir: str | None = No
         ) from e
 
 
-def _processor(path: Path, together: Mapping[str, Any], modality: Modality) -> dict[str, Any]:
-    nested, files = _PROCESSORS[modality]
+def _read_processor_json(path: Path, together: Mapping[str, Any], modality: Modality) -> dict[str, Any]:
+    nested, files = _PROCESSOR_LOCATIONS[modality]
     found = together.get(nested)
     if isinstance(found, dict):
         return found
@@ -121,13 +121,13 @@ class Checkpoint:
         `model` is the path of the folder or the model's id on the hub. Nothing is downloaded. Raises
         CheckpointError: "not_found" or "bad_config".
         """
-        path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision, cache_dir)
+        path = Path(model) if Path(model).is_dir() else find_cached_snapshot(model, revision, cache_dir)
         config = read_json(path / "config.json")
         if config is None:
             raise CheckpointError(f"{path} has no config.json. Use a checkpoint folder.", reason="not_found")
-        processors = processor_jsons(path)
+        processors = read_processor_jsons(path)
         family = FAMILIES.get(str(config.get("model_type")))
-        elsewhere = family.base.name(config) if family and family.base else None
+        elsewhere = family.base.name_in_config(config) if family and family.base else None
         if elsewhere is None:
             return cls(path, config, processors)
         assert family is not None
@@ -170,7 +170,7 @@ class Checkpoint:
         `modality` None means the family's first modality. A modality with its own tower has its own
         fingerprint. Raises the same errors as `locate`, and CheckpointError("unreadable") or ("changed").
         """
-        return _fingerprint(self._part(part, modality))
+        return _fingerprint_tensors(self._part_tensors(part, modality))
 
     def locate(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str]]:
         """Return the location of a part's tensors up to the cut, as normalised name -> (file, name in the
@@ -181,16 +181,18 @@ class Checkpoint:
         `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (for tower or
         projector), "no_weights" (the part has no tensors), and the errors of `tensor_files`.
         """
-        return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
+        return {
+            normal: (file, name) for normal, (file, name, _) in self._part_tensors(part, modality).items()
+        }
 
-    def changed_since(self, moment_ns: int) -> Path | None:
+    def find_changed_file(self, moment_ns: int) -> Path | None:
         """Return a file with weights or settings that changed at or after `moment_ns`, or None.
 
         `moment_ns` is a time on the clock of file timestamps (`engine_state.file_clock_ns`). Files in the
         hub's cache are not checked, because they are named by their content and never modified. Raises
         CheckpointError("unreadable").
         """
-        files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
+        files = {file for rows in self._tensors_by_part.values() for file, _, _ in rows.values()}
         for file in sorted(files | set(self.path.glob("*.json"))):
             try:
                 if file.stat().st_ctime_ns >= moment_ns and file.resolve().parent.name != "blobs":
@@ -204,14 +206,14 @@ class Checkpoint:
 
         Raises the same errors as `locate`.
         """
-        return [(normal, file, entry) for normal, (file, _, entry) in self._part(part).items()]
+        return [(normal, file, entry) for normal, (file, _, entry) in self._part_tensors(part).items()]
 
-    def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a part's tensors up to the cut, by normalised name.
 
         Raises the same errors as `locate`.
         """
-        return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
+        return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part_tensors(part).items()}
 
     def tensor_layout(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
         """Return part -> normalised name -> (dtype, shape) for all tensors that engines read.
@@ -220,11 +222,11 @@ class Checkpoint:
         """
         return {
             part: {normal: (entry.dtype, tuple(entry.shape)) for normal, (_, _, entry) in rows.items()}
-            for part, rows in self._parts.items()
+            for part, rows in self._tensors_by_part.items()
         }
 
     @property
-    def generation(self) -> dict[str, Any]:
+    def generation_config(self) -> dict[str, Any]:
         """Content of generation_config.json, or {} if the file does not exist."""
         return read_json(self.path / "generation_config.json") or {}
 
@@ -247,7 +249,7 @@ class Checkpoint:
             "family": family.name,
             "tower": family.tower_spec(family.config_of(self.config, chosen)),
             "dtype": dtype,
-            "numeric_class": numeric_class or this_numeric_class(),
+            "numeric_class": numeric_class or current_numeric_class(),
             "quantization": self._quantization("tower", chosen),
         }
 
@@ -322,7 +324,7 @@ class Checkpoint:
         whole = self.config
         text = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
         # In a flat file, the towers' configs are next to the text's own fields.
-        spec = {k: v for k, v in without_inert(text).items() if k not in _OTHER_PARTS}
+        spec = {k: v for k, v in without_inert(text).items() if k not in _SUB_CONFIGS}
         # Flat and nested files of one family have different `model_type`s for the text config.
         spec["model_type"] = str(spec.get("model_type", "")).removesuffix("_text")
         for config, name in ((whole, "classes"), (text, "text_classes")):
@@ -344,22 +346,24 @@ class Checkpoint:
 
     def _quantization(self, part: Part, modality: Modality) -> object:
         """Return the quantisation config if the part has quantised tensors, else None."""
-        if all(entry.dtype in _FLOATS for _, _, entry in self._part(part, modality).values()):
+        if all(entry.dtype in _FLOATS for _, _, entry in self._part_tensors(part, modality).values()):
             return None
         return self.config.get("quantization_config")
 
-    def _part(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str, TensorEntry]]:
+    def _part_tensors(
+        self, part: Part, modality: Modality | None = None
+    ) -> dict[str, tuple[Path, str, TensorEntry]]:
         family = None if part == "language_model" else self.family
         held: Part = part
         if family is not None and family.generic:
             if part == "projector":
                 return {}  # all tensors belong to the tower
             held = "language_model"
-        rows = self._parts.get(held)
+        rows = self._tensors_by_part.get(held)
         if family is not None and family.generic:
-            # If the family of the `model_type` does not fit, `_parts` has divided the tensors between parts
-            # and renamed them. Join them under their published names.
-            rows = {row[1]: row for found in self._parts.values() for row in found.values()}
+            # If the family of the `model_type` does not fit, `_tensors_by_part` has divided the tensors
+            # between parts and renamed them. Join them under their published names.
+            rows = {row[1]: row for found in self._tensors_by_part.values() for row in found.values()}
         if not rows:
             raise CheckpointError(f"{self.path} has no tensors of its {part}.", reason="no_weights")
         if family is None or part == "projector":
@@ -372,13 +376,13 @@ class Checkpoint:
         }
 
     @cached_property
-    def _parts(self) -> dict[Part, dict[str, tuple[Path, str, TensorEntry]]]:
+    def _tensors_by_part(self) -> dict[Part, dict[str, tuple[Path, str, TensorEntry]]]:
         family = FAMILIES.get(str(self.config.get("model_type")))
         parts: dict[Part, dict[str, tuple[Path, str, TensorEntry]]] = {}
         for file in tensor_files(self.path):
             for name, entry in read_header(file).items():
                 part, normal = family.classify(name) if family else ("language_model", name)
-                if part == "language_model" and family and self._unread(normal):
+                if part == "language_model" and family and self._is_unread(normal):
                     continue
                 rows = parts.setdefault(part, {})
                 if normal in rows:
@@ -395,10 +399,10 @@ class Checkpoint:
                     "engines disagree on which one to use. Remove one of them.",
                     reason="duplicate_tensor",
                 )
-            parts[family.base.part] = _tensors_below(self.base.path, family.base.prefixes)
+            parts[family.base.part] = _tensors_with_prefixes(self.base.path, family.base.prefixes)
         return parts
 
-    def _unread(self, name: str) -> bool:
+    def _is_unread(self, name: str) -> bool:
         """Return whether engines ignore this tensor, such as a rope table or a copy of a tied head."""
         text = self.config.get("text_config")
         tied = self.config.get("tie_word_embeddings") or (
@@ -407,7 +411,7 @@ class Checkpoint:
         return name.endswith("rotary_emb.inv_freq") or (bool(tied) and name == "lm_head.weight")
 
 
-def _tensors_below(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Path, str, TensorEntry]]:
+def _tensors_with_prefixes(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Path, str, TensorEntry]]:
     """Return the tensors of a checkpoint with these prefixes, by name without the prefix."""
     return {
         name[len(prefix) :]: (file, name, entry)
@@ -418,7 +422,7 @@ def _tensors_below(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Pat
     }
 
 
-def _fingerprint(rows: Mapping[str, tuple[Path, str, TensorEntry]]) -> bytes:
+def _fingerprint_tensors(rows: Mapping[str, tuple[Path, str, TensorEntry]]) -> bytes:
     wanted: dict[Path, dict[str, TensorEntry]] = {}
     for file, name, entry in rows.values():
         wanted.setdefault(file, {})[name] = entry

@@ -38,7 +38,7 @@ MAX_HEADER_BYTES: Final = 32 << 20
 _PIECE_BYTES: Final = 8 << 20
 _SHOW_PROGRESS_BYTES: Final = 2 << 30
 _HASH_THREADS: Final = min(4, os.cpu_count() or 1)
-_SETTLED_S: Final = 2.0
+_MIN_STABLE_AGE_S: Final = 2.0
 """Age of a file in seconds. A younger file can change without a change of its timestamps."""
 
 _DTYPE_BITS: Final[Mapping[str, int]] = {
@@ -52,7 +52,7 @@ _DTYPE_BITS: Final[Mapping[str, int]] = {
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _HeaderRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: Annotated[tuple[_Natural, ...], msgspec.Meta(max_length=16)]
     data_offsets: tuple[_Natural, _Natural]
@@ -80,21 +80,21 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             head = f.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise _bad(path, f"header of {length} bytes in a file of {size} bytes")
+                raise _bad_header_error(path, f"header of {length} bytes in a file of {size} bytes")
             text = f.read(length)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        rows = {name: msgspec.json.decode(row, type=_CachedDigest) for name, row in raw.items()}
+        rows = {name: msgspec.json.decode(row, type=_HeaderRow) for name, row in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _bad(path, str(e)) from e
-    return _checked(path, rows, start=8 + length, size=size)
+        raise _bad_header_error(path, str(e)) from e
+    return _validate_rows(path, rows, start=8 + length, size=size)
 
 
-def _checked(
-    path: Path, rows: Mapping[str, _CachedDigest], *, start: int, size: int
+def _validate_rows(
+    path: Path, rows: Mapping[str, _HeaderRow], *, start: int, size: int
 ) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     at = 0
@@ -102,17 +102,19 @@ def _checked(
         begin, end = row.data_offsets
         bits = _DTYPE_BITS.get(row.dtype)
         if bits is None:
-            raise _bad(path, f"tensor {name!r} has unknown dtype {row.dtype!r}")
+            raise _bad_header_error(path, f"tensor {name!r} has unknown dtype {row.dtype!r}")
         if begin != at or (end - begin) * 8 != math.prod(row.shape) * bits:
-            raise _bad(path, f"tensor {name!r} at [{begin}, {end}), shape {row.shape}, does not follow {at}")
+            raise _bad_header_error(
+                path, f"tensor {name!r} at [{begin}, {end}), shape {row.shape}, does not follow {at}"
+            )
         entries[name] = TensorEntry(row.dtype, row.shape, start + begin, end - begin)
         at = end
     if start + at != size:
-        raise _bad(path, f"tensors end at byte {start + at} of {size}")
+        raise _bad_header_error(path, f"tensors end at byte {start + at} of {size}")
     return entries
 
 
-def _bad(path: Path, problem: str) -> CheckpointError:
+def _bad_header_error(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {problem}. Download it again.", reason="bad_header")
 
 
@@ -131,10 +133,10 @@ def tensor_files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
         except (msgspec.DecodeError, UnicodeDecodeError) as e:
-            raise _bad(index, str(e)) from e
+            raise _bad_header_error(index, str(e)) from e
         for name in names:
             if Path(name).name != name:
-                raise _bad(index, f"{name!r} is not a file name")
+                raise _bad_header_error(index, f"{name!r} is not a file name")
             if not (folder / name).is_file():
                 raise CheckpointError(
                     f"{folder} does not contain {name}, which is in its index. Complete the download.",
@@ -160,13 +162,13 @@ def tensor_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} contains no weights. Complete the download.", reason="no_weights")
 
 
-def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
+def tensor_digests(entries_by_file: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
     """Return the SHA-256 of the raw bytes of each wanted tensor, by file and name.
 
     Only tensors whose digests are not cached are read. Raises CheckpointError("unreadable") if a file cannot
     be read, and CheckpointError("changed") if it changes while it is read.
     """
-    return {path: _file_digests(path, entries) for path, entries in wanted.items()}
+    return {path: _file_digests(path, entries) for path, entries in entries_by_file.items()}
 
 
 def folder_fingerprint(folder: Path) -> bytes:
@@ -190,11 +192,11 @@ def folder_fingerprint(folder: Path) -> bytes:
 def _file_digests(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, bytes]:
     identity, settled = _file_identity(path)
     slot = cache_dir() / "fingerprints" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
-    with _only_reader(slot):
+    with _lock_cache(slot):
         known = _load_cache(slot, identity)
         missing = {name: entry for name, entry in entries.items() if name not in known}
         if missing:
-            with _progress(path.name, sum(entry.size_bytes for entry in missing.values())) as advance:
+            with _show_progress(path.name, sum(entry.size_bytes for entry in missing.values())) as advance:
                 known |= _hash_tensors(path, missing, advance)
             if _file_identity(path)[0] != identity:
                 raise CheckpointError(f"{path} changed while it was read. Try again.", reason="changed")
@@ -204,7 +206,7 @@ def _file_digests(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, b
 
 
 @contextmanager
-def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
+def _show_progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on stderr while a large file is read."""
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hide = size_bytes < _SHOW_PROGRESS_BYTES
@@ -229,7 +231,7 @@ def _file_identity(path: Path) -> tuple[str, bool]:
         return f"sha256:{real.name}:{stat.st_size}", True
     newest = max(stat.st_mtime_ns, stat.st_ctime_ns)
     identity = f"file:{real}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
-    return identity, time.time_ns() - newest > _SETTLED_S * 1e9
+    return identity, time.time_ns() - newest > _MIN_STABLE_AGE_S * 1e9
 
 
 def _hash_tensors(
@@ -260,14 +262,14 @@ def _hash_tensors(
         os.close(file)
 
 
-class _Cached(msgspec.Struct):
+class _DigestCache(msgspec.Struct):
     identity: str
     sha256: dict[str, str]
 
 
-def _load_cache(slot: Path, identity: str) -> dict[str, bytes]:
+def _load_cache(cache_file: Path, identity: str) -> dict[str, bytes]:
     try:
-        cached = msgspec.json.decode(slot.read_bytes(), type=_Cached)
+        cached = msgspec.json.decode(cache_file.read_bytes(), type=_DigestCache)
         digests = {name: bytes.fromhex(text) for name, text in cached.sha256.items()}
     except (OSError, ValueError):  # The cache file is missing or damaged. msgspec's errors are ValueErrors.
         return {}
@@ -276,27 +278,27 @@ def _load_cache(slot: Path, identity: str) -> dict[str, bytes]:
     return digests
 
 
-def _save_cache(slot: Path, identity: str, digests: Mapping[str, bytes]) -> None:
-    body = msgspec.json.encode(_Cached(identity, {name: d.hex() for name, d in digests.items()}))
+def _save_cache(cache_file: Path, identity: str, digests: Mapping[str, bytes]) -> None:
+    body = msgspec.json.encode(_DigestCache(identity, {name: d.hex() for name, d in digests.items()}))
     try:
-        with tempfile.NamedTemporaryFile(dir=slot.parent, prefix=".new-", delete=False) as f:
+        with tempfile.NamedTemporaryFile(dir=cache_file.parent, prefix=".new-", delete=False) as f:
             f.write(body)
-        os.replace(f.name, slot)
+        os.replace(f.name, cache_file)
     except OSError as e:
         _log.warning("cannot cache fingerprints, so the next start will compute them again: %s", e)
 
 
 @contextmanager
-def _only_reader(slot: Path) -> Iterator[None]:
+def _lock_cache(cache_file: Path) -> Iterator[None]:
     """Allow only one process at a time to compute a file's digests, so that other processes can use the
     cached digests."""
     with ExitStack() as held:
         try:
-            slot.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = held.enter_context(slot.with_suffix(".lock").open("a"))
+            cache_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = held.enter_context(cache_file.with_suffix(".lock").open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as e:
             # If the home folder is read-only, the next process computes the digests again. This is not an
             # error.
-            _log.warning("cannot use the fingerprint cache in %s: %s", slot.parent, e)
+            _log.warning("cannot use the fingerprint cache in %s: %s", cache_file.parent, e)
         yield

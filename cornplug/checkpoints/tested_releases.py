@@ -99,7 +99,7 @@ the kinds "own image", "own video" and "own audio" are shared only among servers
 """
 
 
-def validated(engine: str, version: str | None, dtype: str, kind: str = "image") -> frozenset[str]:
+def compared_families(engine: str, version: str | None, dtype: str, kind: str = "image") -> frozenset[str]:
     """Return the families that a test compared in this release of an engine with this dtype.
 
     Args:
@@ -133,7 +133,7 @@ class VersionRange:
         found = re.match(r"\.".join([r"(\d+)"] * len(self.low)), version)
         return found is not None and self.low <= tuple(map(int, found.groups())) < self.high
 
-    def installed(self) -> str | None:
+    def installed_version(self) -> str | None:
         """Return the version of the installed engine, or None if it is not installed. Does not import the
         engine.
         """
@@ -142,10 +142,10 @@ class VersionRange:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def refusal(self) -> str:
+    def explain_mismatch(self) -> str:
         """Return the reason why cornplug does not run with the installed engine, or "" if the engine's
         version is in the range."""
-        version = self.installed()
+        version = self.installed_version()
         if version is not None and version in self:
             return ""
         found = f"{self.engine} {version}"

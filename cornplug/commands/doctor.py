@@ -24,13 +24,13 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
-from cornplug.store.arena import fitting_size, host_memory
-from cornplug.store.backends import is_host_store, open_store
+from cornplug.store.arena import choose_store_size, host_memory
+from cornplug.store.client import is_host_store, open_store
 from cornplug.store.store_stats import StoreStat
 
-_ANSWER_S = 2.0
+_REPLY_TIMEOUT_S = 2.0
 
-Served = tuple[ServedModel, ...]
+ServedModels = tuple[ServedModel, ...]
 
 
 def main(argv: list[str]) -> int:
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
         "flags", nargs="*", metavar="-- FLAGS", help="flags of the engine that serves the model of --model"
     )
     args = parser.parse_args(argv)
-    engines = engine_checks.of_this_environment(args.engine)
+    engines = engine_checks.installed_engines(args.engine)
     if args.flags and not args.model:
         parser.error("FLAGS need --model MODEL")
     if args.flags and len(engines) > 1:
         parser.error("both engines are installed: use --engine to select the engine that has these flags")
-    findings = list(examine(config.load(), args.model, args.dtype, args.flags, engines))
+    findings = list(run_checks(config.load(), args.model, args.dtype, args.flags, engines))
     if args.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     return int(any(f.status == "fail" for f in findings))
 
 
-def examine(
+def run_checks(
     settings: config.Config,
     models: list[str],
     dtype: fingerprint.DType | None = None,
@@ -77,28 +77,28 @@ def examine(
     For each model, this reports what each of `engines` would share if it was started with `flags`, and with
     `dtype` if it is set.
     """
-    yield from engine_checks.versions()
-    yield from engine_checks.plugins()
-    yield from engine_checks.allocator()
-    yield from secret(settings.store)
+    yield from engine_checks.check_versions()
+    yield from engine_checks.check_plugins()
+    yield from engine_checks.check_allocator()
+    yield from check_secret(settings.store)
     if is_host_store(settings.store):
-        yield from folder(settings.store)
-        yield from store(settings.store)
+        yield from check_folder(settings.store)
+        yield from check_store(settings.store)
     else:
-        yield from other_store(settings.store)
-    answers = [(one, describe_encoder(one)) for one in each_encoder(settings)]
+        yield from check_other_store(settings.store)
+    answers = [(one, describe_encoder(one)) for one in settings_by_encoder(settings)]
     for one, answer in answers:
-        yield from encoder(one.encoder, answer)
+        yield from check_encoder(one.encoder, answer)
     tuples = [answer for _, answer in answers if isinstance(answer, tuple)]
     described = tuple(model for found in tuples for model in found) if tuples else answers[0][1]
     flags = [*(("--dtype", dtype) if dtype else ()), *flags]
     for model in models:
         for engine in engines:
-            yield from engine_checks.shared_of(engine, model, flags)
-        yield from served(model, dtype, described)
+            yield from engine_checks.check_sharing(engine, model, flags)
+        yield from check_model(model, dtype, described)
 
 
-def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
+def check_secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that the secret file has 32 bytes and that other users cannot read it."""
     path = settings.secret_file
     try:
@@ -121,7 +121,7 @@ def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
         yield CheckResult("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
-def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
+def check_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that the host's store responds, or that this host has enough memory to start a store."""
     now = query_store(settings)
     if not isinstance(now, StoreStat):
@@ -134,24 +134,24 @@ def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
             if settings.autostart
             else f"Start a store: {start}",
         )
-        yield from shared_memory(settings)
+        yield from check_shared_memory(settings)
         return
     size = f"{now.capacity_bytes} bytes, {size_source(settings, now.capacity_bytes)}"
-    yield CheckResult("ok", "store", f"{settings.socket}: {_usage(now)}; {size}")
+    yield CheckResult("ok", "store", f"{settings.socket}: {_format_usage(now)}; {size}")
 
 
-def other_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
+def check_other_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that a store from another package responds."""
     now = query_store(settings)
     if isinstance(now, StoreStat):
-        yield CheckResult("ok", "store", f"{settings.backend}: {_usage(now)}")
+        yield CheckResult("ok", "store", f"{settings.backend}: {_format_usage(now)}")
     else:
         remedy = "Start it, or set CORNPLUG_STORE_BACKEND=pool to use the host's store."
         yield CheckResult("fail", "store", f"{settings.backend}: {now}", remedy)
 
 
-def _usage(now: StoreStat) -> str:
-    used = f"{_mib(now.used_bytes)} of {_mib(now.capacity_bytes)} used, {now.entries} entries"
+def _format_usage(now: StoreStat) -> str:
+    used = f"{_format_mib(now.used_bytes)} of {_format_mib(now.capacity_bytes)} used, {now.entries} entries"
     return f"{used}, {now.hits} hits, {now.misses} misses"
 
 
@@ -161,11 +161,11 @@ def query_store(settings: config.StoreConfig) -> StoreStat | str:
         # Creating a client would create a secret.
         return "no store has run here, because there is no secret yet"
     try:
-        client = open_store(settings, autostart=False, connect_timeout_s=_ANSWER_S)
+        client = open_store(settings, autostart=False, connect_timeout_s=_REPLY_TIMEOUT_S)
     except ConfigError as e:
         return str(e)
     try:
-        return client.stat(deadline_s=_ANSWER_S)
+        return client.stat(deadline_s=_REPLY_TIMEOUT_S)
     except StoreError as e:
         return str(e)
     finally:
@@ -184,12 +184,12 @@ def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
     )
 
 
-def shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
+def check_shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that this host has enough memory for a store of the configured size."""
     memory = host_memory()
-    what = f"{memory.of} has {_mib(memory.available_bytes)} left"
+    what = f"{memory.limit_name} has {_format_mib(memory.available_bytes)} left"
     try:
-        size_bytes = fitting_size(settings.size_bytes, clamp=False, memory=memory)
+        size_bytes = choose_store_size(settings.size_bytes, clamp=False, memory=memory)
     except ConfigError as e:
         yield CheckResult("warn", "shared memory", f"{what}; {e}", "Reduce CORNPLUG_STORE_SIZE_BYTES.")
         return
@@ -197,7 +197,7 @@ def shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
     yield CheckResult("ok", "shared memory", f"{what}; a store would have {size_bytes} bytes, {source}")
 
 
-def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
+def check_folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
     """Check that only this user can write to the socket's folder."""
     path = settings.socket.parent
     remedy = "Use a folder that belongs to you, with mode 0700: CORNPLUG_STORE_SOCKET=FOLDER/store.sock"
@@ -223,7 +223,7 @@ def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
         yield CheckResult("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
-def each_encoder(settings: config.Config) -> list[config.Config]:
+def settings_by_encoder(settings: config.Config) -> list[config.Config]:
     """Return a copy of the settings for each encoder service that engines use. Each copy has only that
     service."""
     return [
@@ -232,7 +232,7 @@ def each_encoder(settings: config.Config) -> list[config.Config]:
     ] or [settings]
 
 
-def describe_encoder(settings: config.Config) -> Served | EncoderError:
+def describe_encoder(settings: config.Config) -> ServedModels | EncoderError:
     """Return the models that the encoder service serves, or the error if it does not respond."""
     if not settings.store.secret_file.exists():  # Reading the file would create a secret.
         return EncoderUnavailable(
@@ -243,14 +243,16 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
     except ConfigError as e:
         return EncoderUnavailable(str(e), reason="config")
     try:
-        return client.describe(deadline_s=_ANSWER_S)
+        return client.describe(deadline_s=_REPLY_TIMEOUT_S)
     except EncoderError as e:
         return e
     finally:
         client.close()
 
 
-def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[CheckResult]:
+def check_encoder(
+    settings: config.EncoderConfig, described: ServedModels | EncoderError
+) -> Iterator[CheckResult]:
     """Report whether an encoder service responds and which models it serves."""
     where = ", ".join(settings.engine_urls) or str(settings.socket)
     if isinstance(described, tuple):
@@ -265,8 +267,8 @@ def encoder(settings: config.EncoderConfig, described: Served | EncoderError) ->
         yield CheckResult("warn", "encoder", f"{where}: {described}", remedy)
 
 
-def served(
-    model: str, dtype: fingerprint.DType | None, described: Served | EncoderError
+def check_model(
+    model: str, dtype: fingerprint.DType | None, described: ServedModels | EncoderError
 ) -> Iterator[CheckResult]:
     """Check that a checkpoint's fingerprints can be computed, and that an encoder service serves its
     identity."""
@@ -306,7 +308,7 @@ def served(
     )
 
 
-def _mib(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{size / (1 << 20):,.0f} MiB"
 
 

@@ -21,14 +21,14 @@ import msgspec
 from cornplug import __version__
 from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.sglang_hooks import compat as sglang
-from cornplug.sharing_verdict import NO_TOWER, last_of, verdicts_of
+from cornplug.sharing_verdict import NO_TOWER, decode_last_line, decode_verdicts
 from cornplug.vllm_connector import compat as vllm
 
 _ENTRY_NAME: Final = "cornplug"
-_PROBE_S: Final = 120.0
-_PARSER_REFUSED: Final = 2
+_PROBE_TIMEOUT_S: Final = 120.0
+_USAGE_ERROR: Final = 2
 """Exit status of argparse for an invalid command line."""
-_MODEL_PROBE_S: Final = 900.0
+_MODEL_PROBE_TIMEOUT_S: Final = 900.0
 """Time limit in seconds for a process that imports an engine and reads the weights of a checkpoint."""
 
 _VLLM_PROBE: Final = """
@@ -36,7 +36,8 @@ import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from cornplug.vllm_connector import plugin
-print(json.dumps({"why_not": plugin.why_not() or ("" if plugin.registered() else "it was not called")}))
+why_not = plugin.disabled_reason() or ("" if plugin.is_registered() else "it was not called")
+print(json.dumps({"why_not": why_not}))
 """
 _SGLANG_PROBE: Final = """
 import importlib.util, json
@@ -67,9 +68,9 @@ _MODEL_PROBE: Final = """
 import sys
 from {plugins} import {load}
 {load}()
-from cornplug.sharing_verdict import last_line
+from cornplug.sharing_verdict import encode_verdicts
 from cornplug.{room}.sharing_report import describe
-print(last_line(describe(sys.argv[1], sys.argv[2:])))
+print(encode_verdicts(describe(sys.argv[1], sys.argv[2:])))
 """
 
 
@@ -83,7 +84,7 @@ class CheckResult:
     remedy: str = ""
 
 
-class ProbeAnswer(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     """Result of a process that imports an engine and its plugins."""
 
     why_not: str
@@ -103,7 +104,7 @@ class CheckedEngine:
     """Environment variable that restricts which plugins the engine loads."""
     supported: VersionRange
     probe: str
-    """Python program. The last line of its output is a `ProbeAnswer` as JSON."""
+    """Python program. The last line of its output is a `ProbeResult` as JSON."""
     model_probe: str
     """Python program whose arguments are a checkpoint and the engine's flags. The last line of its output is
     a list of `SharingVerdict` as JSON."""
@@ -133,22 +134,26 @@ SGLANG: Final = CheckedEngine(
 ENGINES: Final = (VLLM, SGLANG)
 
 
-def of_this_environment(name: str | None = None) -> list[CheckedEngine]:
+def installed_engines(name: str | None = None) -> list[CheckedEngine]:
     """Return the engines that are installed in this environment in a tested version.
 
     If `name` is set, only this engine is returned.
     """
-    return [engine for engine in ENGINES if name in (None, engine.name) and not engine.supported.refusal()]
+    return [
+        engine
+        for engine in ENGINES
+        if name in (None, engine.name) and not engine.supported.explain_mismatch()
+    ]
 
 
-def versions() -> Iterator[CheckResult]:
+def check_versions() -> Iterator[CheckResult]:
     """Report the versions of Python and cornplug, and check that installed engines are in their tested
     ranges."""
     yield CheckResult("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
-    none_here = all(engine.supported.installed() is None for engine in (VLLM, SGLANG))
+    none_here = all(engine.supported.installed_version() is None for engine in (VLLM, SGLANG))
     for engine in (VLLM, SGLANG):
         remedy = f"pip install '{engine.name}{engine.supported}', or a cornplug release for your version."
-        version = engine.supported.installed()
+        version = engine.supported.installed_version()
         if version is None and none_here:
             yield CheckResult("warn", engine.name, "not installed in this environment", remedy)
         elif version is None:
@@ -161,10 +166,10 @@ def versions() -> Iterator[CheckResult]:
             yield CheckResult("fail", engine.name, f"{version}, tested versions: {engine.supported}", remedy)
 
 
-def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
+def check_allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
     """Check the settings of PyTorch's allocator, because vLLM rejects KV connectors with some of them."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
-    if VLLM.supported.installed() is not None and "expandable_segments:True" in environ.get(name, ""):
+    if VLLM.supported.installed_version() is not None and "expandable_segments:True" in environ.get(name, ""):
         what = (
             f"{name}={environ[name]}: vLLM does not support KV connectors with it, so engines share only "
             "embeddings"
@@ -172,14 +177,14 @@ def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
         yield CheckResult("warn", "allocator", what, "Remove expandable_segments:True to share KV.")
 
 
-def plugins() -> Iterator[CheckResult]:
+def check_plugins() -> Iterator[CheckResult]:
     """Check for each installed engine that it loads the plugin and that the hooks are active."""
     for engine in (VLLM, SGLANG):
-        if engine.supported.installed() is not None:
-            yield from plugin(engine)
+        if engine.supported.installed_version() is not None:
+            yield from check_plugin(engine)
 
 
-def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
+def check_plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
     """Check that an engine loads the plugin and that the hooks are active."""
     check = f"{engine.name} plugin"
     if not entry_points(group=engine.group, name=_ENTRY_NAME):
@@ -194,7 +199,7 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
     try:
         answer = run_probe(engine)
     except subprocess.TimeoutExpired:
-        what = f"a process that loads it took more than {_PROBE_S:g} s"
+        what = f"a process that loads it took more than {_PROBE_TIMEOUT_S:g} s"
         yield CheckResult("fail", check, what, f"To find the cause, run: python -c 'import {engine.name}'")
         return
     if answer.why_not:
@@ -207,23 +212,23 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
         yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
 
 
-def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:
+def check_sharing(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:
     """Report what an engine would share for `model` with these flags, according to the plugin in the
     engine."""
     check = f"{engine.name} shares"
     try:
-        done = _run(engine.model_probe, model, *flags, timeout_s=_MODEL_PROBE_S)
-        verdicts = verdicts_of(done.stdout)
+        done = _run(engine.model_probe, model, *flags, timeout_s=_MODEL_PROBE_TIMEOUT_S)
+        verdicts = decode_verdicts(done.stdout)
     except subprocess.TimeoutExpired:
-        what = f"{model}: a process that checks it took more than {_MODEL_PROBE_S:g} s"
+        what = f"{model}: a process that checks it took more than {_MODEL_PROBE_TIMEOUT_S:g} s"
         yield CheckResult("warn", check, what, "Try again. Fingerprints computed so far are cached.")
         return
     except msgspec.DecodeError:
-        if done.returncode == _PARSER_REFUSED and flags:
-            what = f"{model}: {engine.label} rejects {' '.join(flags)}: {_end_of(done).splitlines()[-1]}"
+        if done.returncode == _USAGE_ERROR and flags:
+            what = f"{model}: {engine.label} rejects {' '.join(flags)}: {_stderr_tail(done).splitlines()[-1]}"
             yield CheckResult("fail", check, what, f"Write only flags of {engine.label} after --.")
             return
-        what = f"{model}: the check failed: {_end_of(done)}"
+        what = f"{model}: the check failed: {_stderr_tail(done)}"
         yield CheckResult("warn", check, what, "Engines log what they share.")
         return
     for verdict in verdicts:
@@ -233,16 +238,16 @@ def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterat
         yield CheckResult("ok" if fine else "warn", check, what, verdict.remedy)
 
 
-def run_probe(engine: CheckedEngine) -> ProbeAnswer:
+def run_probe(engine: CheckedEngine) -> ProbeResult:
     """Run a process that imports the engine and its plugins, and return its result.
 
-    Raises subprocess.TimeoutExpired if the process takes longer than `_PROBE_S`.
+    Raises subprocess.TimeoutExpired if the process takes longer than `_PROBE_TIMEOUT_S`.
     """
-    done = _run(engine.probe, timeout_s=_PROBE_S)
+    done = _run(engine.probe, timeout_s=_PROBE_TIMEOUT_S)
     try:
-        return last_of(done.stdout, ProbeAnswer)
+        return decode_last_line(done.stdout, ProbeResult)
     except msgspec.DecodeError:
-        return ProbeAnswer(_end_of(done))
+        return ProbeResult(_stderr_tail(done))
 
 
 def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -250,6 +255,6 @@ def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.Complete
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
-def _end_of(done: subprocess.CompletedProcess[str]) -> str:
+def _stderr_tail(done: subprocess.CompletedProcess[str]) -> str:
     """Return the end of a process's stderr, which contains the error message of a traceback."""
     return done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"

@@ -46,7 +46,7 @@ def describe(model: str, dtype: DType | None = None) -> dict[str, Any]:
     read.
     """
     checkpoint = Checkpoint.open(model)
-    chosen = dtype or served_dtype(checkpoint)
+    chosen = dtype or default_dtype(checkpoint)
     report: dict[str, Any] = {"model": model, "family": None, "dtype": chosen, "identity": None}
     report |= dict.fromkeys(_PARTS)
     report["language_model"] = checkpoint.fingerprint("language_model").hex()
@@ -64,7 +64,7 @@ def describe(model: str, dtype: DType | None = None) -> dict[str, Any]:
     }
 
 
-def served_dtype(checkpoint: Checkpoint) -> str:
+def default_dtype(checkpoint: Checkpoint) -> str:
     """Return the dtype that engines use by default: the checkpoint's dtype, or bfloat16 instead of
     float32."""
     text = checkpoint.config.get("text_config") or {}

@@ -24,21 +24,28 @@ from rich.table import Table
 
 from cornplug.apps import AppsFile, deployment_of
 from cornplug.errors import ProcessFailed
-from cornplug.planner.launch.command_lines import LaunchCommand, name_of
-from cornplug.planner.launch.command_list import line
-from cornplug.planner.launch.command_process import READY_S, CommandProcess, RestartPolicy
-from cornplug.planner.launch.encoder_links import common_secret
-from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
+from cornplug.planner.launch.command_lines import LaunchCommand, name_of, shell_line
+from cornplug.planner.launch.connections import common_secret
+from cornplug.planner.launch.launcher import (
+    READY_S,
+    CommandProcess,
+    CommandSelection,
+    RestartPolicy,
+    local_commands,
+    run_commands,
+)
 from cornplug.planner.launch.session import (
-    CURRENT,
+    CURRENT_PLAN_FILE,
     ControlSocket,
     LaunchSession,
     LaunchWaits,
+    RenderCommands,
     RunFolder,
+    Transition,
     control_socket,
     send_deployment,
+    transition,
 )
-from cornplug.planner.launch.transition import Render, Transition, transition
 from cornplug.planner.plan import Deployment, PlannedApplication
 from cornplug.private_paths import runtime_dir
 from cornplug.processes import ManagedProcess
@@ -56,7 +63,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(AppsFile.schema_of_file(), indent=1))
         return 0
     args = _parser().parse_args(argv)
-    deployment = deployment_from(args.file)
+    deployment = load_deployment(args.file)
     run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', deployment.name)[:24]}"
     render = partial(
         local_commands,
@@ -67,10 +74,12 @@ def main(argv: list[str]) -> int:
         transfer=args.transfer,
     )
     if args.apply is not None:
-        return _apply(deployment, deployment_from(args.apply), render, run_dir, dry=args.dry_run)
+        return _send_new_deployment(
+            deployment, load_deployment(args.apply), render, run_dir, dry=args.dry_run
+        )
     to_start = render(deployment)
     if args.dry_run:
-        print("\n\n".join(_dry(command) for command in to_start))
+        print("\n\n".join(_format_command(command) for command in to_start))
         return 0
     for remark in [remark for command in to_start if not command.argv for remark in command.remarks]:
         print(remark)
@@ -87,7 +96,7 @@ def main(argv: list[str]) -> int:
         return _FAILED
 
 
-def deployment_from(path: Path) -> Deployment:
+def load_deployment(path: Path) -> Deployment:
     """Load a plan.json or an apps file (`.toml`). Raises ConfigError if the file is invalid."""
     return deployment_of(AppsFile.read(path)) if path.suffix == ".toml" else Deployment.load(path)
 
@@ -95,7 +104,7 @@ def deployment_from(path: Path) -> Deployment:
 def _launch(
     deployment: Deployment,
     to_start: list[LaunchCommand],
-    render: Render,
+    render: RenderCommands,
     run_dir: Path,
     control: ControlSocket,
     args: argparse.Namespace,
@@ -105,14 +114,14 @@ def _launch(
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
     ) as progress:
-        events = _Events(control, progress)
-        with running(
+        events = _EventPrinter(control, progress)
+        with run_commands(
             deployment,
             to_start,
             run_dir=run_dir,
             transfer=args.transfer,
             ready_s=args.ready_s,
-            event=events,
+            on_event=events,
             stopping=stop,
         ) as processes:
             progress.stop()
@@ -124,20 +133,20 @@ def _launch(
                     processes,
                     render=render,
                     folder=RunFolder(run_dir, args.transfer),
-                    event=events,
-                    policy=RestartPolicy(limit=args.restarts),
+                    on_event=events,
+                    policy=RestartPolicy(max_restarts=args.restarts),
                     waits=LaunchWaits(args.ready_s, args.settle_s),
                 )
-                console.print(_addresses(processes))
+                console.print(_address_table(processes))
                 print(
                     f"Logs, and the classes' addresses in routes.json: {run_dir}\nCtrl-C ends it.",
                     flush=True,
                 )
-                warming = _Warming(run_dir)
+                warming = _CacheWarming(run_dir)
                 warming.begin(deployment)
                 try:
                     well = session.watch(
-                        stop, lambda: control.poll(partial(_applied, session, stop, control))
+                        stop, lambda: control.poll(partial(_apply_and_report, session, stop, control))
                     )
                 finally:
                     warming.end()
@@ -145,18 +154,20 @@ def _launch(
     return 0 if well else _FAILED
 
 
-def _applied(
+def _apply_and_report(
     session: LaunchSession, stop: threading.Event, control: ControlSocket, deployment: Deployment
 ) -> None:
-    for text in _steps(session.apply(deployment, stop)):
-        control.tell(text)
+    for text in _describe_steps(session.apply(deployment, stop)):
+        control.send_progress(text)
 
 
-def _apply(old: Deployment, new: Deployment, render: Render, run_dir: Path, *, dry: bool) -> int:
+def _send_new_deployment(
+    old: Deployment, new: Deployment, render: RenderCommands, run_dir: Path, *, dry: bool
+) -> int:
     if dry:
-        if (current := run_dir / CURRENT).exists():
+        if (current := run_dir / CURRENT_PLAN_FILE).exists():
             old = Deployment.load(current)
-        for text in _steps(transition(old, new, render)):
+        for text in _describe_steps(transition(old, new, render)):
             print(text)
         return 0
     render(new)  # This raises an exception if the new plan has an error.
@@ -166,20 +177,22 @@ def _apply(old: Deployment, new: Deployment, render: Render, run_dir: Path, *, d
     return 0 if error is None else _FAILED
 
 
-def _steps(steps: Transition) -> list[str]:
+def _describe_steps(steps: Transition) -> list[str]:
     """Return the steps of a transition as text, one line for each old or new process."""
     told = [f"keep {name_of(old)}" for old, _ in steps.kept]
     told += [
         f"keep the current flags of {name}: the plan has {', '.join(flags)}"
-        for name, flags in steps.lagging.items()
+        for name, flags in steps.outdated_flags.items()
     ]
-    told += [f"start {name_of(command)} at {command.url or command.socket}" for command in steps.first]
-    told += [f"end {name_of(command)}, once clients have the new routes" for command in steps.stopped]
-    told += [f"then start {name_of(command)} at {command.url or command.socket}" for command in steps.in_turn]
+    told += [f"start {name_of(command)} at {command.url or command.socket}" for command in steps.start_before]
+    told += [f"end {name_of(command)}, once clients have the new routes" for command in steps.to_stop]
+    told += [
+        f"then start {name_of(command)} at {command.url or command.socket}" for command in steps.start_after
+    ]
     return told
 
 
-class _Events:
+class _EventPrinter:
     """Reports events of processes to the terminal and to `--apply`.
 
     During startup, the terminal shows progress. Later, it shows a line for each event.
@@ -192,7 +205,7 @@ class _Events:
 
     def __call__(self, process: CommandProcess, what: str) -> None:
         text = f"{process.name}: {what}"
-        self._control.tell(text)
+        self._control.send_progress(text)
         if self.progress is None:
             print(text, flush=True)
             return
@@ -202,7 +215,7 @@ class _Events:
         self.progress.update(self._tasks[process.name], description=text, completed=done)
 
 
-class _Warming:
+class _CacheWarming:
     """Runs `cornplug warm` with the applications' prompts while the engines serve other requests."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -230,7 +243,7 @@ class _Warming:
             process.stop(grace_s=1)
 
 
-def _addresses(processes: list[CommandProcess]) -> Table:
+def _address_table(processes: list[CommandProcess]) -> Table:
     table = Table("what", "address", "process", box=None)
     for process in processes:
         command = process.command
@@ -238,12 +251,12 @@ def _addresses(processes: list[CommandProcess]) -> Table:
     return table
 
 
-def _dry(command: LaunchCommand) -> str:
+def _format_command(command: LaunchCommand) -> str:
     lines = [f"# {command.kind} {command.group}", *(f"# {remark}" for remark in command.remarks)]
-    return "\n".join([*lines, *([line(command)] if command.argv else [])])
+    return "\n".join([*lines, *([shell_line(command)] if command.argv else [])])
 
 
-def _address(text: str) -> tuple[str, str]:
+def _parse_address(text: str) -> tuple[str, str]:
     """Parse "HOST_2=10.0.0.2" into (name, address), for argparse."""
     name, equals, address = text.partition("=")
     if not (name and equals and address):
@@ -275,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
         "--address",
         action="append",
         default=[],
-        type=_address,
+        type=_parse_address,
         metavar="HOST_n=ADDRESS",
         help="address of a host that has no name in the plan; can be repeated",
     )
@@ -309,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restarts",
         type=int,
-        default=RestartPolicy().limit,
+        default=RestartPolicy().max_restarts,
         metavar="N",
         help="maximum consecutive restarts of a process that ends by itself, after 1, 2, 4, ... s (default: "
         "%(default)s)",

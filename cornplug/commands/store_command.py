@@ -1,7 +1,7 @@
 """`cornplug store purge`: delete entries of the running store, by app or by age.
 
-Other commands also use `running_store`, which connects to the running store. It does not start a store or
-create a secret.
+Other commands also use `open_running_store`, which connects to the running store. It does not start a store
+or create a secret.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 
 from cornplug import config
 from cornplug.errors import ConfigError, StoreUnavailable
-from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import PurgeCount, PurgeRule, Store
+from cornplug.store.client import is_host_store, open_store
 
-ANSWER_S: Final = 2.0
+REPLY_TIMEOUT_S: Final = 2.0
 _UNITS_S: Final = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _EPILOG: Final = """\
 Entries that are written later are not affected. The store cannot purge by tenant, because a salt is hashed
 into the key. Give the engines of a tenant a separate app instead."""
 
 
-def running_store(settings: config.StoreConfig) -> Store:
+def open_running_store(settings: config.StoreConfig) -> Store:
     """Connect to the running store.
 
     Raises StoreUnavailable if no store has ever run, and ConfigError if the store rejects the settings.
@@ -33,10 +33,10 @@ def running_store(settings: config.StoreConfig) -> Store:
     if is_host_store(settings) and not settings.secret_file.exists():
         why = f"no store has run here, because there is no secret yet ({settings.secret_file})"
         raise StoreUnavailable(why, reason="store_down")
-    return open_store(settings, autostart=False, connect_timeout_s=ANSWER_S)
+    return open_store(settings, autostart=False, connect_timeout_s=REPLY_TIMEOUT_S)
 
 
-def other_backend(settings: config.StoreConfig, command: str) -> ConfigError:
+def unsupported_error(settings: config.StoreConfig, command: str) -> ConfigError:
     """Return the error for a command that the configured store backend does not support."""
     return ConfigError(
         "store.backend", f"{settings.backend} does not support {command}", "Use the tools of that store."
@@ -100,10 +100,10 @@ def purge_summary(count: PurgeCount, *, dry_run: bool) -> str:
 
 
 def _purge(settings: config.StoreConfig, rule: PurgeRule) -> PurgeCount:
-    store = running_store(settings)
+    store = open_running_store(settings)
     try:
-        return store.purge(rule, deadline_s=ANSWER_S)
+        return store.purge(rule, deadline_s=REPLY_TIMEOUT_S)
     except NotImplementedError:
-        raise other_backend(settings, "purge") from None
+        raise unsupported_error(settings, "purge") from None
     finally:
         store.close()

@@ -25,17 +25,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cornplug import config
-from cornplug.commands.warm_engine import StoreCounts, WarmedEngine
-from cornplug.commands.warm_file import LineError, WarmLine, read
+from cornplug.commands.warm_engine import LineError, StoreCounts, WarmedEngine, WarmLine, read_warm_file
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.wire.messages import DECODINGS, DEFAULT_DECODING, Decoding
 from cornplug.errors import ConfigError
 
-_SETTLED_S: Final = 1.5
+_STABLE_S: Final = 1.5
 """Time in seconds without a change after which the engine's counts are considered final."""
-_SETTLE_S: Final = 15.0
-_LOOK_S: Final = 0.5
+_SETTLE_TIMEOUT_S: Final = 15.0
+_POLL_INTERVAL_S: Final = 0.5
 _EPILOG: Final = """\
 FILE has one JSON object per line, as the app sends it to the engine, with the same cache_salt:
   {"messages": [{"role": "system", "content": "..."}]}
@@ -61,7 +60,7 @@ class WarmReport:
     """Changes of the engine's counts during the run, or None if the engine does not publish cornplug's
     counters."""
 
-    def failed(self) -> set[int]:
+    def failed_lines(self) -> set[int]:
         """Return the line numbers of the lines that failed."""
         return {error.line for error in self.errors}
 
@@ -75,15 +74,15 @@ def main(argv: list[str]) -> int:
     if not (args.engine or args.encoder or args.check):
         _parser().error("--engine, --encoder or both are required")
     try:
-        lines, errors = read(args.file)
+        lines, errors = read_warm_file(args.file)
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError("FILE", f"cannot read {args.file}: {e}", "Use a JSONL file in UTF-8.") from e
     report = WarmReport(lines=len(lines) + len({error.line for error in errors}), errors=errors)
     if not args.check:
         _run(args, lines, report)
-    _tell(args, report)
+    _print_report(args, report)
     if args.left is not None:
-        failed = report.failed()
+        failed = report.failed_lines()
         texts = [
             raw for n, raw in enumerate(args.file.read_text(encoding="utf-8").split("\n"), 1) if n in failed
         ]
@@ -146,10 +145,10 @@ def _run(args: argparse.Namespace, lines: Sequence[WarmLine], report: WarmReport
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             if args.encoder:
                 model = args.model or (engine.model if engine is not None else None)
-                decoding = args.decoding or (engine.decoding() if engine is not None else None)
-                _encode(args, lines, report, progress, model, key, decoding)
+                decoding = args.decoding or (engine.detect_decoding() if engine is not None else None)
+                _send_images(args, lines, report, progress, model, key, decoding)
             if engine is not None:
-                _Requests(engine, args.concurrency, report, progress).send(lines)
+                _RequestSender(engine, args.concurrency, report, progress).send(lines)
             for line in lines:
                 if not line.path and not args.encoder:
                     report.errors.append(LineError(line.number, "images", "requires --encoder"))
@@ -160,7 +159,7 @@ def _run(args: argparse.Namespace, lines: Sequence[WarmLine], report: WarmReport
             engine.close()
 
 
-def _encode(
+def _send_images(
     args: argparse.Namespace,
     lines: Sequence[WarmLine],
     report: WarmReport,
@@ -196,7 +195,7 @@ def _encode(
                 progress.advance(task)
 
 
-class _Requests:
+class _RequestSender:
     """Sends requests to one engine."""
 
     def __init__(
@@ -208,22 +207,22 @@ class _Requests:
     def send(self, lines: Sequence[WarmLine]) -> None:
         """Send each line, and send the lines again if the engine saves pages only at their second request."""
         lines = [line for line in lines if line.path]
-        before = self._engine.counts()
-        done = self._put(lines, "requests", self._answered)
+        before = self._engine.read_counts()
+        done = self._send_lines(lines, "requests", self._record_reply)
         if not done:
             return
-        counts = self._settled(before, done[0])
+        counts = self._wait_for_counts(before, done[0])
         if counts is None or counts.pages["first_sight"]:
-            done = self._put(done, "once more", lambda line, tokens: None)
-            counts = self._settled(before, done[0]) if done else counts
+            done = self._send_lines(done, "once more", lambda line, tokens: None)
+            counts = self._wait_for_counts(before, done[0]) if done else counts
         self._report.counts = counts
 
-    def _answered(self, line: WarmLine, tokens: int) -> None:
+    def _record_reply(self, line: WarmLine, tokens: int) -> None:
         self._report.requests += 1
         self._report.prompt_tokens += tokens
 
-    def _put(
-        self, lines: Sequence[WarmLine], what: str, answered: Callable[[WarmLine, int], None]
+    def _send_lines(
+        self, lines: Sequence[WarmLine], what: str, on_reply: Callable[[WarmLine, int], None]
     ) -> list[WarmLine]:
         """Send lines and return the lines that succeeded. Errors of the other lines are added to the
         report."""
@@ -235,12 +234,12 @@ class _Requests:
                 if isinstance(answer, LineError):
                     self._report.errors.append(answer)
                 else:
-                    answered(line, answer)
+                    on_reply(line, answer)
                     done.append(line)
                 self._progress.advance(task)
         return done
 
-    def _settled(self, before: StoreCounts | None, line: WarmLine) -> StoreCounts | None:
+    def _wait_for_counts(self, before: StoreCounts | None, line: WarmLine) -> StoreCounts | None:
         """Wait until the engine's counts stop changing, and return their changes since `before`.
 
         This is necessary because an engine also saves pages after it has returned a response.
@@ -248,19 +247,19 @@ class _Requests:
         if before is None:
             return None
         counts, changed_s = before, time.monotonic()
-        end_s = changed_s + _SETTLE_S
-        while time.monotonic() < min(end_s, changed_s + _SETTLED_S):
+        end_s = changed_s + _SETTLE_TIMEOUT_S
+        while time.monotonic() < min(end_s, changed_s + _STABLE_S):
             # Send a prompt that is already in the engine's own cache, because an engine publishes its counts
             # only in later steps.
             self._engine.send(line)
-            now = self._engine.counts()
+            now = self._engine.read_counts()
             if now is not None and now != counts:
                 counts, changed_s = now, time.monotonic()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         return counts.since(before)
 
 
-def _tell(args: argparse.Namespace, report: WarmReport) -> None:
+def _print_report(args: argparse.Namespace, report: WarmReport) -> None:
     for error in sorted(report.errors, key=lambda one: one.line):
         print(error, file=sys.stderr)
     page_tokens = config.load().engine.page_tokens
@@ -274,7 +273,7 @@ def _tell(args: argparse.Namespace, report: WarmReport) -> None:
 
 
 def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Iterator[tuple[str, str]]:
-    left = len(report.failed())
+    left = len(report.failed_lines())
     yield "lines", f"{report.lines}, of which {left} failed" if left else f"{report.lines}"
     if args.check:
         return
@@ -285,7 +284,7 @@ def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Ite
         yield "stored", f"{stored * page_tokens} tokens ({stored} pages of {page_tokens}, {size})"
         loaded = counts.loaded_tokens
         yield "already stored", f"{loaded + there * page_tokens} tokens, of which the engine loaded {loaded}"
-        yield "not stored", _reasons(counts.pages) or "none"
+        yield "not stored", _format_outcomes(counts.pages) or "none"
         embeddings = counts.embeddings
         yield "images (engine)", f"{embeddings['stored']} stored, {counts.embedding_hits} cache hits"
     elif report.requests:
@@ -295,7 +294,7 @@ def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Ite
         yield "images (service)", f"{report.images.total() - cached} encoded, {cached} already stored"
 
 
-def _reasons(pages: Counter[str]) -> str:
+def _format_outcomes(pages: Counter[str]) -> str:
     """Return a text with the numbers of pages that were offered but not stored, by outcome."""
     known = {"stored", "present", "first_sight"}
     return ", ".join(f"{count} pages {name}" for name, count in sorted(pages.items()) if name not in known)

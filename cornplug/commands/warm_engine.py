@@ -1,17 +1,33 @@
-"""Client of an engine for `cornplug warm`. It sends requests to the engine's OpenAI API and reads its
-metrics."""
+"""File and engine of `cornplug warm`. The file's requests are sent to the engine's OpenAI API, and the
+engine's metrics are read.
+
+The file has one JSON object per line, in the form in which an app sends requests to an engine:
+
+    {"prompt": "..."}                                  for /v1/completions
+    {"messages": [{"role": "user", "content": ...}]}   for /v1/chat/completions
+    {"images": ["photo.jpg"]}                          for the encoder service only
+
+A line can also come from an OpenAI batch file, which has the request in "body". Images are paths relative to
+the file, data URLs, or http(s) URLs, which the engine fetches. Errors are reported separately for each line.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
+import mimetypes
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.commands.warm_file import LineError, WarmLine
 from cornplug.encoder_service.wire.messages import Decoding, decoding_of
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
@@ -19,7 +35,9 @@ from cornplug.host import tls_context
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
 """Delay in seconds before the second attempt. The delay doubles for each further attempt."""
-_AGAIN: Final = (408, 429, 502, 503, 504)
+_RETRY_STATUSES: Final = (408, 429, 502, 503, 504)
+_REMOVED_FIELDS: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
+"""Fields that are removed from a request, because with them it could generate more than one token."""
 
 
 @dataclass(slots=True)
@@ -60,7 +78,7 @@ class WarmedEngine:
             trust_env=False,
             verify=tls_context(),
         )
-        self._lost = False
+        self._is_unreachable = False
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
@@ -72,7 +90,7 @@ class WarmedEngine:
 
     def send(self, line: WarmLine) -> int | LineError:
         """Send a request and return the number of prompt tokens that the engine reports, or the error."""
-        if self._lost:
+        if self._is_unreachable:
             return LineError(line.number, "", "not sent, because the engine does not respond")
         body = {"model": self.model, **line.body}
         problem, lost = "", 0
@@ -86,15 +104,15 @@ class WarmedEngine:
                 continue
             if answer.status_code == 200:
                 return _prompt_tokens(answer)
-            name, problem = _refusal(answer)
-            if answer.status_code not in _AGAIN:
+            name, problem = _error_details(answer)
+            if answer.status_code not in _RETRY_STATUSES:
                 return LineError(line.number, name, problem)
         # Do not send other lines, because each of them would wait equally long.
         if lost == _ATTEMPTS:
-            self._lost = True
+            self._is_unreachable = True
         return LineError(line.number, "", problem)
 
-    def counts(self) -> StoreCounts | None:
+    def read_counts(self) -> StoreCounts | None:
         """Return the engine's counts, or None if the engine does not publish cornplug's counters."""
         try:
             answer = self._client.get("/metrics", timeout=10, follow_redirects=True)
@@ -116,7 +134,7 @@ class WarmedEngine:
                 found.saved_bytes += value
         return found
 
-    def decoding(self) -> Decoding | None:
+    def detect_decoding(self) -> Decoding | None:
         """Return the image decoding rules of the engine's release, or None if the release cannot be
         determined."""
         # SGLang has no /version, and vLLM has /server_info only in development mode.
@@ -134,21 +152,171 @@ class WarmedEngine:
         self._client.close()
 
 
-def _prompt_tokens(answer: httpx.Response) -> int:
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """Error in a line of the file. `field` is the name of the invalid field, or "" if the error concerns the
+    whole line."""
+
+    line: int
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"line {self.line}" + (f", {self.field}" if self.field else "")
+        return f"{where}: {self.problem}"
+
+
+@dataclass(slots=True)
+class WarmLine:
+    """Request in one line of the file."""
+
+    number: int
+    path: str = ""
+    """Path of the API, or "" for a line that has only images."""
+    body: dict[str, Any] = field(default_factory=dict)
+    images: list[tuple[str, bytes]] = field(default_factory=list)
+    """(field, bytes) of each image. Images at http(s) URLs are not included."""
+
+    @property
+    def salt(self) -> str | None:
+        """The request's `cache_salt`."""
+        return self.body.get("cache_salt")
+
+
+class _InvalidField(Exception):
+    """A field is invalid. `read_warm_file` converts this exception to a `LineError`."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+def read_warm_file(path: Path) -> tuple[list[WarmLine], list[LineError]]:
+    """Return the requests in valid lines, and the errors in other lines. Raises OSError or UnicodeDecodeError
+    if the file cannot be read."""
+    lines, errors = [], []
+    # Do not use `splitlines`, which also splits at other line separators that JSON does not escape.
+    for number, raw in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            lines.append(_parse_line(number, raw, path.parent))
+        except _InvalidField as e:
+            errors.append(LineError(number, e.name, str(e)))
+    return lines, errors
+
+
+def _prompt_tokens(response: httpx.Response) -> int:
     try:
-        return int(answer.json()["usage"]["prompt_tokens"])
+        return int(response.json()["usage"]["prompt_tokens"])
     except (ValueError, LookupError, TypeError):
         return 0
 
 
-def _refusal(answer: httpx.Response) -> tuple[str, str]:
+def _error_details(response: httpx.Response) -> tuple[str, str]:
     """Return (field, problem) from an error response of vLLM or SGLang."""
     problem: Any = None
     name: Any = None
     try:
-        body = answer.json()
+        body = response.json()
         error = body.get("error", body)
         problem, name = error.get("message"), error.get("param")
     except (ValueError, AttributeError):
         pass
-    return str(name or ""), f"HTTP {answer.status_code}: {problem or answer.text[:200]}"
+    return str(name or ""), f"HTTP {response.status_code}: {problem or response.text[:200]}"
+
+
+def _parse_line(number: int, raw: str, folder: Path) -> WarmLine:
+    try:
+        found = json.loads(raw)
+    except ValueError as e:
+        raise _InvalidField("", f"not JSON: {e}") from None
+    if isinstance(found, dict) and isinstance(found.get("body"), dict):
+        found = found["body"]
+    if not isinstance(found, dict):
+        raise _InvalidField("", "not a JSON object")
+    line = WarmLine(number)
+    salt = found.get("cache_salt")
+    if not (salt is None or isinstance(salt, str)):
+        raise _InvalidField("cache_salt", "must be a string")
+    given = [name for name in ("prompt", "messages") if name in found]
+    if len(given) > 1:
+        raise _InvalidField("prompt", 'cannot be combined with "messages": a line is one request')
+    if not given and "images" not in found:
+        raise _InvalidField("", 'needs "prompt", "messages" or "images"')
+    line.body = {name: value for name, value in found.items() if name not in (*_REMOVED_FIELDS, "images")}
+    if given == ["prompt"]:
+        if not isinstance(found["prompt"], (str, list)) or not found["prompt"]:
+            raise _InvalidField("prompt", "must be a string or a list of tokens")
+        line.path = "/v1/completions"
+    elif given:
+        line.path = "/v1/chat/completions"
+        line.body["messages"] = list(_parse_messages(line, found["messages"], folder))
+    images = found.get("images", [])
+    if not isinstance(images, list):
+        raise _InvalidField("images", "must be a list")
+    for i, image in enumerate(images):
+        name = f"images[{i}]"
+        data = _read_image(name, image, folder)
+        if data is None:
+            raise _InvalidField(name, "URLs are only supported in messages: use a file instead")
+        line.images.append((name, data))
+    line.body |= {"max_tokens": 1, "temperature": 0, "stream": False}
+    return line
+
+
+def _parse_messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the messages with images in files replaced by data URLs, and add the images to `line`."""
+    if not isinstance(messages, list) or not messages:
+        raise _InvalidField("messages", "must be a list of messages")
+    for i, message in enumerate(messages):
+        name = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise _InvalidField(name, "must be an object")
+        if not isinstance(message.get("role"), str):
+            raise _InvalidField(f"{name}.role", "missing")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [
+                _parse_part(line, f"{name}.content[{j}]", part, folder) for j, part in enumerate(content)
+            ]
+            message = {**message, "content": parts}
+        elif not (content is None or isinstance(content, str)):
+            raise _InvalidField(f"{name}.content", "must be a string or a list of parts")
+        yield message
+
+
+def _parse_part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
+    if not isinstance(part, dict):
+        raise _InvalidField(name, "must be an object")
+    if part.get("type") != "image_url":
+        return part
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    name = f"{name}.image_url"
+    data = _read_image(name, url, folder)
+    if data is None:
+        return part
+    line.images.append((name, data))
+    assert isinstance(url, str)
+    kind = mimetypes.guess_type(url)[0] or "image/png"
+    sent = url if url.startswith("data:") else f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {**part, "image_url": {**(image if isinstance(image, dict) else {}), "url": sent}}
+
+
+def _read_image(name: str, url: object, folder: Path) -> bytes | None:
+    """Return the bytes of the image at a path or data URL, or None for an http(s) URL."""
+    if not isinstance(url, str) or not url:
+        raise _InvalidField(name, "must be a path or URL")
+    if url.startswith(("http://", "https://")):
+        return None
+    if url.startswith("data:"):
+        try:
+            return base64.b64decode(url.partition(",")[2], validate=True)
+        except binascii.Error as e:
+            raise _InvalidField(name, f"invalid base64: {e}") from None
+    path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else folder / url
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as e:
+        raise _InvalidField(name, f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None

@@ -3,10 +3,10 @@
 checkpoint ─┬─ LoadedModel: image, video ─ tower, projector
             └─ LoadedModel: audio ─ tower, projector          only models with two towers
 
-On a CPU, `speed_up` replaces layers of the tower. Like vLLM's own towers, the new layers pack each weight
-matrix once for oneDNN and have fused activations. PyTorch's `nn.Linear` packs the matrix at each call in half
-precision, and calls a slower library in float32. With `--compile`, torch.compile compiles the layers. A tower
-that cannot be compiled runs uncompiled, after one warning.
+On a CPU, `replace_slow_layers` replaces layers of the tower. Like vLLM's own towers, the new layers pack each
+weight matrix once for oneDNN and have fused activations. PyTorch's `nn.Linear` packs the matrix at each call
+in half precision, and calls a slower library in float32. With `--compile`, torch.compile compiles the layers.
+A tower that cannot be compiled runs uncompiled, after one warning.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.base import Projector, Tower, TowerInput, TowerItem, float_dtype
-from cornplug.encoder_service.towers.tower_turn import between_layers
+from cornplug.encoder_service.towers.base import (
+    Projector,
+    Tower,
+    TowerInput,
+    TowerItem,
+    between_layers,
+    float_dtype,
+)
 from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError
 
@@ -56,7 +62,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     """Device of the weights, or "meta" if only the replicas have the weights."""
-    others: tuple[LoadedModel, ...] = ()
+    other_parts: tuple[LoadedModel, ...] = ()
     """Other parts of the same model, each with its own tower."""
 
     @property
@@ -70,15 +76,15 @@ class LoadedModel:
         includes the activation."""
         return self.projector_fp, self.spec_fp
 
-    def each(self) -> Iterator[LoadedModel]:
-        """Yield all parts of the model: this part, then `others`."""
+    def iter_parts(self) -> Iterator[LoadedModel]:
+        """Yield all parts of the model: this part, then `other_parts`."""
         yield self
-        yield from self.others
+        yield from self.other_parts
 
-    def of(self, modality: str) -> LoadedModel | None:
+    def part_for(self, modality: str) -> LoadedModel | None:
         """Return the part of the model that computes a modality, or None if no tower for the modality is
         served."""
-        return next((part for part in self.each() if modality in part.modalities), None)
+        return next((part for part in self.iter_parts() if modality in part.modalities), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ class WeightPlacement:
         return float_dtype(self.dtype)
 
 
-def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
+def read_checkpoint(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
     """Open a checkpoint without its weights. Return (checkpoint, description of its model as the service
     reports it).
 
@@ -121,40 +127,41 @@ def read(name: str, dtype: str) -> tuple[Checkpoint, ServedModel]:
     )
 
 
-def load(
+def load_model(
     checkpoint: Checkpoint,
     served: ServedModel,
-    place: WeightPlacement,
+    placement: WeightPlacement,
     *,
-    beside: Iterable[LoadedModel] = (),
+    reuse_from: Iterable[LoadedModel] = (),
     epoch: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Load the model that `read` returned. Equal towers and projectors of the models in `beside` are shared.
+    """Load the model that `read_checkpoint` returned. Equal towers and projectors of the models in
+    `reuse_from` are shared.
 
-    Raises CheckpointError, with the reason "changed" if the folder has changed since `read`.
+    Raises CheckpointError, with the reason "changed" if the folder has changed since `read_checkpoint`.
     """
-    known = [part for other in beside for part in other.each()]
+    known = [part for other in reuse_from for part in other.iter_parts()]
     parts: list[LoadedModel] = []
-    for modalities in _by_tower(checkpoint, served.dtype):
+    for modalities in _modalities_by_tower(checkpoint, served.dtype):
         try:
-            parts.append(_load_part(checkpoint, served, modalities, place, [*known, *parts], report))
+            parts.append(_load_part(checkpoint, served, modalities, placement, [*known, *parts], report))
         except CheckpointError as e:
             # In a generic family, some towers may be supported and others may not.
             if not (checkpoint.family.generic and parts):
                 raise
             report(f"{served.name}: {', '.join(modalities)}: not served: {e}")
-    # Check again, because weights that were overwritten after the first `read` would be served under the
-    # identity of the old weights. Digests are cached, so the second `read` only checks whether the files have
-    # changed.
-    if read(served.name, served.dtype)[1] != served:
+    # Check again, because weights that were overwritten after the first `read_checkpoint` would be served
+    # under the identity of the old weights. Digests are cached, so the second `read_checkpoint` only checks
+    # whether the files have changed.
+    if read_checkpoint(served.name, served.dtype)[1] != served:
         raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
     whole = msgspec.structs.replace(served, hidden_size=parts[0].projector.hidden_size, epoch=epoch)
     first, *rest = (replace(part, served=whole) for part in parts)
-    return replace(first, others=tuple(rest))
+    return replace(first, other_parts=tuple(rest))
 
 
-def _by_tower(checkpoint: Checkpoint, dtype: str) -> list[tuple[Modality, ...]]:
+def _modalities_by_tower(checkpoint: Checkpoint, dtype: str) -> list[tuple[Modality, ...]]:
     """Return the modalities of a checkpoint, grouped by tower."""
     found: dict[tuple[bytes, bytes], list[Modality]] = {}
     for modality in checkpoint.family.inputs:
@@ -171,32 +178,32 @@ def _load_part(
     checkpoint: Checkpoint,
     served: ServedModel,
     modalities: tuple[Modality, ...],
-    place: WeightPlacement,
-    known: Iterable[LoadedModel],
+    placement: WeightPlacement,
+    reuse_from: Iterable[LoadedModel],
     report: Callable[[str], None],
 ) -> LoadedModel:
-    """Load the tower of `modalities` and its projector. If a model in `known` already has the tower or
+    """Load the tower of `modalities` and its projector. If a model in `reuse_from` already has the tower or
     projector, it is shared."""
-    known = tuple(known)
-    dtype, first = place.torch_dtype, modalities[0]
-    architecture = towers.architecture(checkpoint.family, modalities)
+    reuse_from = tuple(reuse_from)
+    dtype, first = placement.torch_dtype, modalities[0]
+    architecture = towers.find_architecture(checkpoint.family, modalities)
     ids = checkpoint.identity(served.dtype, modality=first)
     tower_key = _tower_key(checkpoint, served.dtype, first)
     short = ids.tower_fp.hex()[:12]
-    tower = next((other.tower for other in known if other.tower_key == tower_key), None)
+    tower = next((other.tower for other in reuse_from if other.tower_key == tower_key), None)
     if tower is None:
         report(f"{served.name}: loading tower {short} as {served.dtype}")
-        tower = architecture.load_tower(checkpoint, dtype, place.device)
-        if place.compile:
+        tower = architecture.load_tower(checkpoint, dtype, placement.device)
+        if placement.compile:
             tower = CompiledTower(tower)
         else:
-            if place.device.type == "cpu" and not checkpoint.family.generic:
-                speed_up(tower)
-            let_pause(tower)
+            if placement.device.type == "cpu" and not checkpoint.family.generic:
+                replace_slow_layers(tower)
+            allow_pauses(tower)
     else:
         report(f"{served.name}: tower {short} is already loaded")
     projector_key = ids.projector_fp, ids.spec_fp
-    projector = next((other.projector for other in known if other.projector_key == projector_key), None)
+    projector = next((other.projector for other in reuse_from if other.projector_key == projector_key), None)
     return LoadedModel(
         served=served,
         checkpoint=checkpoint,
@@ -206,10 +213,10 @@ def _load_part(
         projector_fp=ids.projector_fp,
         spec_fp=ids.spec_fp,
         tower=tower,
-        projector=projector or architecture.load_projector(checkpoint, dtype, place.device),
+        projector=projector or architecture.load_projector(checkpoint, dtype, placement.device),
         tower_spec_fp=tower_key[1],
         dtype=dtype,
-        device=place.device,
+        device=placement.device,
     )
 
 
@@ -237,7 +244,7 @@ class QuickGelu(nn.Module):
 
 
 @torch.inference_mode()
-def speed_up(tower: Tower) -> None:
+def replace_slow_layers(tower: Tower) -> None:
     """Replace the linear layers and activations of a tower on a CPU by faster modules.
 
     Only the tower's repeated layers are changed. A layer that this PyTorch cannot pack stays unchanged, and
@@ -245,7 +252,7 @@ def speed_up(tower: Tower) -> None:
     """
     for layer in layers_of(tower):
         try:
-            _replace_parts(layer)
+            _replace_submodules(layer)
         except (AttributeError, NotImplementedError, RuntimeError) as e:
             log.info(
                 "%s uses PyTorch's slower linear layers, because packing failed: %s", type(layer).__name__, e
@@ -253,7 +260,7 @@ def speed_up(tower: Tower) -> None:
             return
 
 
-def _replace_parts(module: nn.Module) -> None:
+def _replace_submodules(module: nn.Module) -> None:
     for name, part in list(module.named_children()):
         # Do not replace subclasses, because the module that owns them may do more than call them.
         if type(part) is nn.Linear:
@@ -261,7 +268,7 @@ def _replace_parts(module: nn.Module) -> None:
         elif type(part) is QuickGELUActivation:
             setattr(module, name, QuickGelu())
         else:
-            _replace_parts(part)
+            _replace_submodules(part)
 
 
 class CompiledTower:
@@ -282,7 +289,7 @@ class CompiledTower:
         for layer in self.layers:
             layer.compile(dynamic=True)
             # Wrap the compiled call. A hook on the layer would be compiled into the layer.
-            layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
+            layer._compiled_call_impl = _with_pause_check(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """Validate one media item's inputs (see `Tower.prepare`)."""
@@ -304,13 +311,13 @@ class CompiledTower:
             return self.inner.encode(items)
 
 
-def let_pause(tower: Tower) -> None:
+def allow_pauses(tower: Tower) -> None:
     """Allow passes of an uncompiled tower to be paused or ended between two layers."""
     for layer in layers_of(tower):
         layer.register_forward_pre_hook(between_layers)
 
 
-def _after_pause(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _with_pause_check(layer: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         between_layers()
         return layer(*args, **kwargs)

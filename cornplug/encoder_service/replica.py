@@ -27,14 +27,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cornplug.encoder_service import replica_ipc
+from cornplug.encoder_service import replica_main
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.model_loader import LoadedModel
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 30.0
-_STEADY_S: Final = 60.0
+_MIN_PAUSE_S: Final = 0.2
+_MAX_PAUSE_S: Final = 30.0
+_STABLE_RUN_S: Final = 60.0
 """Run time in seconds after which the pause before the next restart is reset to the minimum."""
 
 log = logging.getLogger(__name__)
@@ -55,16 +55,16 @@ class ReplicaExecutor:
 
     def __init__(self, device: str, settings: ReplicaSettings) -> None:
         self.device: Final = device
-        self.uncompiled = 0
+        self.uncompiled_towers = 0
         """Number of towers that the process could not compile."""
         self.problem = ""
         """Reason why the replica is not ready or lacks a model, or "" if it is ready and has all models."""
-        self.ends: Counter[str] = Counter()
+        self.exit_counts: Counter[str] = Counter()
         """Number of times that the process ended unexpectedly, by reason: "died", "not_loaded" or
         "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # guards the control socket and the fields below
-        self._models: dict[bytes, replica_ipc.ModelSpec] = {}
+        self._models: dict[bytes, replica_main.ModelSpec] = {}
         self._process: ReplicaProcess | None = None
         self._ready = threading.Event()
         self._attempted = threading.Event()
@@ -85,15 +85,15 @@ class ReplicaExecutor:
 
     def start(self, models: Sequence[LoadedModel]) -> None:
         """Start the process, which then loads the models. Returns immediately."""
-        self._models = {model.identity: model for model in map(_model, models)}
+        self._models = {model.identity: model for model in map(_model_spec, models)}
         self._supervisor.start()
 
     def wait_started(self) -> None:
         """Wait until the first process is ready. Raises CheckpointError if it cannot load every model."""
-        if not self._attempted.wait(START_S) or not self._ready.is_set() or self.problem:
+        if not self._attempted.wait(START_TIMEOUT_S) or not self._ready.is_set() or self.problem:
             raise CheckpointError(f"replica on {self.device}: {self.problem}", reason="replica")
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self._ready.is_set()
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -104,14 +104,14 @@ class ReplicaExecutor:
         if process is None or not self._ready.is_set():
             raise ReplicaLost(f"replica on {self.device}: {self.problem}")
         try:
-            channel = process.idle.get(timeout=RUN_S)
+            channel = process.idle_channels.get(timeout=RUN_TIMEOUT_S)
         except queue.Empty:
-            raise ReplicaLost(f"replica on {self.device}: busy for {RUN_S:g} s") from None
+            raise ReplicaLost(f"replica on {self.device}: busy for {RUN_TIMEOUT_S:g} s") from None
         if channel is None:
-            process.idle.put(None)
+            process.idle_channels.put(None)
             raise ReplicaLost(f"replica on {self.device}: {self.problem}")
         try:
-            result, self.uncompiled = channel.run(batch)
+            result, self.uncompiled_towers = channel.run(batch)
         except OSError as e:
             # This thread may notice the error before the supervisor does. Kill the process, because it may
             # only hang.
@@ -119,33 +119,33 @@ class ReplicaExecutor:
             process.popen.kill()
             raise ReplicaLost(f"replica on {self.device} was lost: {e}") from e
         finally:
-            process.idle.put(channel)
+            process.idle_channels.put(channel)
         return result
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        new = tuple(map(_model, models))
+        new = tuple(map(_model_spec, models))
         with self._lock:
-            answer = self._ask(replica_ipc.LoadModel(new))
+            answer = self._send_control(replica_main.LoadModel(new))
             problem = (
                 answer.message
-                if isinstance(answer, replica_ipc.ReplicaFailed)
+                if isinstance(answer, replica_main.ReplicaFailed)
                 else answer.problem
                 if answer
                 else ""
             )
             if problem:
-                self._ask(
-                    replica_ipc.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
+                self._send_control(
+                    replica_main.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
                 )
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
             # A process that is not ready now will load these models when it starts.
             self._models |= {model.identity: model for model in new}
 
-    def drop(self, models: Sequence[LoadedModel]) -> None:
+    def unload(self, models: Sequence[LoadedModel]) -> None:
         with self._lock:
             gone = tuple(loaded.served.identity for loaded in models)
             self._models = {k: v for k, v in self._models.items() if k not in gone}
-            self._ask(replica_ipc.DropModel(gone))
+            self._send_control(replica_main.DropModel(gone))
 
     def close(self) -> None:
         self._closing.set()
@@ -155,14 +155,16 @@ class ReplicaExecutor:
         if self._supervisor.is_alive():
             self._supervisor.join()
 
-    def _ask(self, message: replica_ipc.LoadModel | replica_ipc.DropModel) -> replica_ipc.FromReplica | None:
+    def _send_control(
+        self, message: replica_main.LoadModel | replica_main.DropModel
+    ) -> replica_main.FromReplica | None:
         """Send a control message to the process and return the reply. Return None if the process is not ready
         or does not reply."""
         process = self._process
         if process is None or not self._ready.is_set():
             return None
         try:
-            return process.ask(message)
+            return process.send_control(message)
         except OSError as e:
             log.warning("replica on %s does not reply: %s", self.device, e)
             self._ready.clear()
@@ -170,21 +172,22 @@ class ReplicaExecutor:
             return None
 
     def _supervise(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s = _MIN_PAUSE_S
         while not self._closing.is_set():
             began = time.monotonic()
             reason = self._run_process()
             self._attempted.set()
             if self._closing.is_set():
                 return
-            steady = time.monotonic() - began > _STEADY_S
-            pause_s = _FIRST_PAUSE_S if steady else min(2 * pause_s, _LONGEST_PAUSE_S)
+            steady = time.monotonic() - began > _STABLE_RUN_S
+            pause_s = _MIN_PAUSE_S if steady else min(2 * pause_s, _MAX_PAUSE_S)
             log.error("replica on %s: %s; restarting it in %g s", self.device, self.problem, pause_s)
-            self.ends[reason] += 1
+            self.exit_counts[reason] += 1
             self._closing.wait(pause_s)
 
     def _run_process(self) -> str:
-        """Start a process and wait until it ends. Return the reason why it ended, as a key of `ends`."""
+        """Start a process and wait until it ends. Return the reason why it ended, as a key of
+        `exit_counts`."""
         try:
             # Create one additional lane (socket pair and thread) for urgent batches, which run between
             # layers.
@@ -194,7 +197,7 @@ class ReplicaExecutor:
             return "not_started"
         with self._lock:
             self._process = process
-            opened = self._open(process)
+            opened = self._load_models(process)
             if opened:
                 self._ready.set()
         if opened:
@@ -203,27 +206,27 @@ class ReplicaExecutor:
             self._ready.clear()
         with self._lock:
             self._process = None
-        process.end()
+        process.terminate()
         return "died" if opened else "not_loaded"
 
-    def _open(self, process: ReplicaProcess) -> bool:
+    def _load_models(self, process: ReplicaProcess) -> bool:
         wanted = tuple(self._models.values())
         settings = self._settings
         try:
-            answer = process.ask(
-                replica_ipc.OpenModels(
+            answer = process.send_control(
+                replica_main.OpenModels(
                     wanted, settings.dtype, self.device, settings.threads, settings.compile
                 )
             )
         except OSError as e:
             self.problem = f"it ended or hung while it loaded: {e}"
             return False
-        self.problem = answer.message if isinstance(answer, replica_ipc.ReplicaFailed) else answer.problem
-        return isinstance(answer, replica_ipc.ReplicaReady)
+        self.problem = answer.message if isinstance(answer, replica_main.ReplicaFailed) else answer.problem
+        return isinstance(answer, replica_main.ReplicaReady)
 
 
-def _model(loaded: LoadedModel) -> replica_ipc.ModelSpec:
-    return replica_ipc.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
+def _model_spec(loaded: LoadedModel) -> replica_main.ModelSpec:
+    return replica_main.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
 
 
 def _exit_reason(status: int) -> str:
@@ -232,9 +235,9 @@ def _exit_reason(status: int) -> str:
     return f"it was ended by {signal.Signals(-status).name}"
 
 
-START_S: Final = 900.0
+START_TIMEOUT_S: Final = 900.0
 """Maximum seconds for loading a replica's models."""
-RUN_S: Final = 600.0
+RUN_TIMEOUT_S: Final = 600.0
 """Maximum seconds for one batch. No request waits longer."""
 
 
@@ -243,11 +246,11 @@ class WorkerChannel:
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
-        self._sock.settimeout(RUN_S)
-        self._inputs, self._outputs = replica_ipc.SharedBuffer.new(), replica_ipc.SharedBuffer.new()
+        self._sock.settimeout(RUN_TIMEOUT_S)
+        self._inputs, self._outputs = replica_main.SharedBuffer.new(), replica_main.SharedBuffer.new()
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
-    def started(self) -> None:
+    def close_child_end(self) -> None:
         """Close this process's copy of the child's end, after the child has inherited it. Otherwise the
         socket would stay open after the child has ended.
         """
@@ -264,17 +267,18 @@ class WorkerChannel:
         rows = iter(self._inputs.write([*tensors, *kept]))
         inputs = [tuple(next(rows) for _ in item.tensors) for item in batch.items]
         media = tuple(
-            replica_ipc.MediumTensors(
+            replica_main.MediaTensors(
                 inputs[i], item.tokens, item.geometry, None if batch.features[i] is None else next(rows)
             )
             for i, item in enumerate(batch.items)
         )
-        wanted = tuple((model.identity, index) for model, index in batch.wanted)
-        replica_ipc.send(
-            self._sock, replica_ipc.RunBatch(media, wanted, batch.keep, batch.urgent, batch.share)
+        wanted = tuple((model.identity, index) for model, index in batch.targets)
+        replica_main.send(
+            self._sock,
+            replica_main.RunBatch(media, wanted, batch.returns_features, batch.urgent, batch.share),
         )
-        answer: replica_ipc.Computed = replica_ipc.receive(self._sock, replica_ipc.Computed)
-        if isinstance(answer, replica_ipc.ReplicaFailed):
+        answer: replica_main.BatchReply = replica_main.receive(self._sock, replica_main.BatchReply)
+        if isinstance(answer, replica_main.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
         # Copy the tensors, because the next batch overwrites their memory.
         result = BatchResult(
@@ -295,9 +299,9 @@ class ReplicaProcess:
 
     def __init__(self, lanes: int) -> None:
         self._control, child_end = socket.socketpair()
-        self._control.settimeout(START_S)
+        self._control.settimeout(START_TIMEOUT_S)
         self._channels = [WorkerChannel() for _ in range(lanes)]
-        self.idle: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
+        self.idle_channels: queue.SimpleQueue[WorkerChannel | None] = queue.SimpleQueue()
         fds = [child_end.fileno(), *(fd for channel in self._channels for fd in channel.fds)]
         self.popen = subprocess.Popen(
             # -P: import the same packages as this process, not modules in the working directory.
@@ -309,27 +313,27 @@ class ReplicaProcess:
         self.started_s = time.monotonic()
         child_end.close()
         for channel in self._channels:
-            channel.started()
-            self.idle.put(channel)
+            channel.close_child_end()
+            self.idle_channels.put(channel)
 
-    def ask(
-        self, message: replica_ipc.OpenModels | replica_ipc.LoadModel | replica_ipc.DropModel
-    ) -> replica_ipc.FromReplica:
+    def send_control(
+        self, message: replica_main.OpenModels | replica_main.LoadModel | replica_main.DropModel
+    ) -> replica_main.FromReplica:
         """Send a control message and return the reply. Raises OSError if the process has ended or does not
         reply.
         """
-        replica_ipc.send(self._control, message)
-        answer: replica_ipc.FromReplica = replica_ipc.receive(self._control, replica_ipc.FromReplica)
+        replica_main.send(self._control, message)
+        answer: replica_main.FromReplica = replica_main.receive(self._control, replica_main.FromReplica)
         return answer
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Kill the process, and wait for the threads that use its lanes."""
         self.popen.kill()
         self.popen.wait()
         self._control.close()
         for _ in self._channels:
-            self.idle.get()
-        self.idle.put(None)
+            self.idle_channels.get()
+        self.idle_channels.put(None)
         for channel in self._channels:
             channel.close()
 
@@ -359,21 +363,21 @@ class ReplicaMetrics(Collector):
         )
         for number, replica in enumerate(map(str, range(len(self._replicas)))):
             one = self._replicas[number]
-            ready.add_metric((replica, one.device), float(one.ready()))
-            plain.add_metric((replica,), one.uncompiled)
+            ready.add_metric((replica, one.device), float(one.is_ready()))
+            plain.add_metric((replica,), one.uncompiled_towers)
             for reason in ("died", "not_loaded", "not_started"):
-                ends.add_metric((replica, reason), one.ends[reason])
+                ends.add_metric((replica, reason), one.exit_counts[reason])
         yield from (ready, plain, ends)
 
 
-def devices_of(device: str, replicas: int) -> list[str]:
+def replica_devices(device: str, replicas: int) -> list[str]:
     """Return the device of each replica. Raises ConfigError if there are fewer devices than replicas."""
     if device.startswith("cuda"):
         if ":" in device:
             raise ConfigError("--replicas", f"--device {device} is a single GPU", "Set --device cuda.")
         have, what = torch.cuda.device_count(), "GPUs"
     else:
-        have, what = cores(), "cores"
+        have, what = count_cores(), "cores"
     if not 1 <= replicas <= have:
         raise ConfigError(
             "--replicas",
@@ -383,7 +387,7 @@ def devices_of(device: str, replicas: int) -> list[str]:
     return [f"cuda:{i}" for i in range(replicas)] if what == "GPUs" else [device] * replicas
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 

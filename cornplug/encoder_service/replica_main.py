@@ -1,12 +1,19 @@
-"""Main module of a replica's process, which loads towers and computes batches.
+"""Main module of a replica's process, which loads towers and computes batches, and the messages between the
+service and its replicas: msgpack on socket pairs, and tensors in memfds.
 
-`ReplicaProcess` starts the process with the descriptors of its sockets and memfds (`replica_ipc`). Each lane
-(socket pair and thread) runs one batch at a time. The process ends when its control socket closes.
+    control   OpenModels, LoadModel, DropModel ──>  <── ReplicaReady | ReplicaFailed
+    a lane    RunBatch ──>  <── BatchDone | ReplicaFailed          and two memfds: inputs, outputs
+
+`ReplicaProcess` starts the process with the descriptors of its sockets and memfds. Each lane (socket pair and
+thread) runs one batch at a time. The process ends when its control socket closes. A memfd has no name, so
+only the service and the replica can open it. Its memory is freed when both have ended.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 import os
 import signal
 import socket
@@ -14,45 +21,202 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Literal
 
+import msgspec
 import torch
 
-from cornplug.encoder_service import replica_ipc
 from cornplug.encoder_service.execution.executor import BatchExecutor, EncodeBatch, InProcessExecutor
-from cornplug.encoder_service.model_loader import CompiledTower, LoadedModel, WeightPlacement, load, read
+from cornplug.encoder_service.model_loader import (
+    CompiledTower,
+    LoadedModel,
+    WeightPlacement,
+    load_model,
+    read_checkpoint,
+)
 from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CheckpointError, ReplicaLost
+from cornplug.local_socket import encode_frame, receive_frame
 
 log = logging.getLogger(__name__)
+_ALIGN_BYTES: Final = 64
+_MAX_FRAME_BYTES: Final = 256 << 20
+
+
+class SharedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """Dtype, shape and location of a tensor in a lane's memfd."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """Model to load: its folder, and the identity of its first modality."""
+
+    path: str
+    identity: bytes
+
+
+class OpenModels(msgspec.Struct, frozen=True, tag="open"):
+    models: tuple[ModelSpec, ...]
+    dtype: str
+    device: str
+    threads: int
+    """Number of torch threads."""
+    compile: bool
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag="load"):
+    """Request to load additional models."""
+
+    models: tuple[ModelSpec, ...]
+
+
+class DropModel(msgspec.Struct, frozen=True, tag="drop"):
+    identities: tuple[bytes, ...]
+
+
+class ReplicaReady(msgspec.Struct, frozen=True, tag="ready"):
+    identities: tuple[bytes, ...]
+    """Identities of the loaded models."""
+    problem: str = ""
+    """Reason why a requested model is not loaded, or "" if all models are loaded."""
+
+
+class ReplicaFailed(msgspec.Struct, frozen=True, tag="failed"):
+    kind: Literal["checkpoint", "absent", "error"]
+    """Cause: "checkpoint" (no model could be loaded), "absent" (the replica does not have the model of a
+    batch), or "error" (another exception)."""
+    message: str
+
+
+class MediaTensors(msgspec.Struct, frozen=True):
+    """`TowerItem` whose tensors are in the lane's memfd, and its cached features or None."""
+
+    tensors: tuple[SharedTensor, ...]
+    tokens: int
+    geometry: tuple[int, ...]
+    features: SharedTensor | None
+
+
+class RunBatch(msgspec.Struct, frozen=True, tag="run"):
+    media: tuple[MediaTensors, ...]
+    wanted: tuple[tuple[bytes, int], ...]
+    """Embeddings to compute, as pairs of (identity, index in `media`)."""
+    keep: bool
+    urgent: bool
+    share: float
+
+
+class BatchDone(msgspec.Struct, frozen=True, tag="done"):
+    embeddings: tuple[SharedTensor, ...]
+    features: tuple[tuple[int, SharedTensor], ...]
+    uncompiled: int
+    """Number of towers of this replica that `--compile` could not compile so far."""
+
+
+ToReplica = OpenModels | LoadModel | DropModel
+
+
+FromReplica = ReplicaReady | ReplicaFailed
+
+
+BatchReply = BatchDone | ReplicaFailed
+
+
+def send(sock: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. Raises OSError if the other side has disconnected."""
+    sock.sendall(encode_frame(msgspec.msgpack.encode(message), limit=_MAX_FRAME_BYTES))
+
+
+def receive(sock: socket.socket, kind: Any) -> Any:
+    """Return the next message. Raises ConnectionResetError if the other side has disconnected, and
+    TimeoutError after the socket's timeout.
+    """
+    return msgspec.msgpack.decode(receive_frame(sock, limit=_MAX_FRAME_BYTES), type=kind)
+
+
+class SharedBuffer:
+    """Memfd that grows as needed, as mapped by one of the two processes. The two processes write and read
+    alternately."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd: Final = fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def new(cls) -> SharedBuffer:
+        return cls(os.memfd_create("cornplug-replica", os.MFD_CLOEXEC))
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[SharedTensor]:
+        """Write tensors from any device one after another, and return their locations. The previous tensors
+        are overwritten."""
+        rows: list[SharedTensor] = []
+        end = 0
+        for tensor in tensors:
+            offset = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+            rows.append(SharedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), offset))
+            end = rows[-1].end
+        if end > os.fstat(self.fd).st_size:
+            os.ftruncate(self.fd, end)
+        for row, tensor in zip(rows, tensors, strict=True):
+            self.view(row).copy_(tensor)
+        return rows
+
+    def view(self, location: SharedTensor) -> torch.Tensor:
+        """Return the tensor at a location, without a copy. The tensor is valid until the next `write` by
+        either side."""
+        count = math.prod(location.shape)
+        if count == 0:
+            return torch.empty(location.shape, dtype=location.torch_dtype)
+        if self._map is None or len(self._map) < location.end:
+            # Tensors in the previous mapping keep that mapping alive.
+            self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        flat = torch.frombuffer(self._map, dtype=location.torch_dtype, count=count, offset=location.offset)
+        return flat.reshape(location.shape)
+
+    def close(self) -> None:
+        """Close the descriptor. A mapping is freed with the last tensor that uses it."""
+        os.close(self.fd)
 
 
 class ReplicaModels:
     """Loaded models by identity. Lanes may look up models while the control thread loads or removes
     models."""
 
-    def __init__(self, opened: replica_ipc.OpenModels) -> None:
-        self._place = WeightPlacement(
-            dtype=opened.dtype, device=torch.device(opened.device), compile=opened.compile
+    def __init__(self, request: OpenModels) -> None:
+        self._placement = WeightPlacement(
+            dtype=request.dtype, device=torch.device(request.device), compile=request.compile
         )
         self._loaded: dict[bytes, LoadedModel] = {}
 
-    def load(self, models: Sequence[replica_ipc.ModelSpec]) -> None:
+    def load(self, models: Sequence[ModelSpec]) -> None:
         """Load additional models. Raises CheckpointError for the first model that cannot be loaded, or whose
         weights on disk have changed."""
         for model in models:
             if model.identity in self._loaded:
                 continue
-            checkpoint, found = read(model.path, self._place.dtype)
+            checkpoint, found = read_checkpoint(model.path, self._placement.dtype)
             if found.identity != model.identity:
                 raise CheckpointError(
                     f"the weights in {model.path} differ from the weights that are served. "
                     "Send the service SIGHUP to load them.",
                     reason="changed",
                 )
-            loaded = load(checkpoint, found, self._place, beside=self._loaded.values())
+            loaded = load_model(checkpoint, found, self._placement, reuse_from=self._loaded.values())
             self._loaded = {**self._loaded, model.identity: loaded}
 
-    def drop(self, identities: Sequence[bytes]) -> None:
+    def unload(self, identities: Sequence[bytes]) -> None:
         """Remove the models with these identities."""
         self._loaded = {k: v for k, v in self._loaded.items() if k not in identities}
 
@@ -64,7 +228,7 @@ class ReplicaModels:
 
         Raises ReplicaLost if this replica has not loaded the model. Another replica may have it.
         """
-        parts = (part for loaded in self._loaded.values() for part in loaded.each())
+        parts = (part for loaded in self._loaded.values() for part in loaded.iter_parts())
         found = next((part for part in parts if part.identity == identity), None)
         if found is None:
             raise ReplicaLost(f"the replica does not have model {identity.hex()[:12]}")
@@ -78,7 +242,7 @@ class WorkerLoop:
         self._models = models
         self._executor = executor
         self._sock = socket.socket(fileno=fds[0])
-        self._inputs, self._outputs = replica_ipc.SharedBuffer(fds[1]), replica_ipc.SharedBuffer(fds[2])
+        self._inputs, self._outputs = SharedBuffer(fds[1]), SharedBuffer(fds[2])
 
     def serve(self) -> None:
         """Run batches until the service disconnects."""
@@ -86,23 +250,23 @@ class WorkerLoop:
         # the service and continues.
         with ThreadPoolExecutor(1, "cornplug-compute") as threads:
             while True:
-                run = replica_ipc.receive(self._sock, replica_ipc.RunBatch)
-                done = threads.submit(self._run, run)
+                run = receive(self._sock, RunBatch)
+                done = threads.submit(self._run_batch, run)
                 error = done.exception()
-                replica_ipc.send(self._sock, done.result() if error is None else _failed(error))
+                send(self._sock, done.result() if error is None else _failure_reply(error))
 
-    def _run(self, run: replica_ipc.RunBatch) -> replica_ipc.BatchDone:
-        result = self._executor.run(self._batch_of(run))
+    def _run_batch(self, run: RunBatch) -> BatchDone:
+        result = self._executor.run(self._build_batch(run))
         places = list(result.features)
         rows = self._outputs.write([*result.embeddings, *(result.features[i] for i in places)])
         count = len(result.embeddings)
-        return replica_ipc.BatchDone(
+        return BatchDone(
             embeddings=tuple(rows[:count]),
             features=tuple(zip(places, rows[count:], strict=True)),
             uncompiled=CompiledTower.failures,
         )
 
-    def _batch_of(self, run: replica_ipc.RunBatch) -> EncodeBatch:
+    def _build_batch(self, run: RunBatch) -> EncodeBatch:
         view = self._inputs.view
         return EncodeBatch(
             items=tuple(
@@ -110,8 +274,8 @@ class WorkerLoop:
                 for m in run.media
             ),
             features=tuple(None if m.features is None else view(m.features) for m in run.media),
-            wanted=tuple((self._models.get(identity), index) for identity, index in run.wanted),
-            keep=run.keep,
+            targets=tuple((self._models.get(identity), index) for identity, index in run.wanted),
+            returns_features=run.keep,
             urgent=run.urgent,
             share=run.share,
         )
@@ -125,53 +289,51 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     control, *rest = map(int, argv)
-    threading.Thread(target=_control, args=(socket.socket(fileno=control), rest), daemon=True).start()
+    threading.Thread(target=_serve_control, args=(socket.socket(fileno=control), rest), daemon=True).start()
     threading.Event().wait()
 
 
-def _control(sock: socket.socket, fds: Sequence[int]) -> None:
+def _serve_control(sock: socket.socket, fds: Sequence[int]) -> None:
     try:
-        opened = replica_ipc.receive(sock, replica_ipc.OpenModels)
+        opened = receive(sock, OpenModels)
         torch.set_num_threads(opened.threads)
         models = ReplicaModels(opened)
         executor = InProcessExecutor(torch.device(opened.device))
-        replica_ipc.send(sock, _loaded(models, opened.models))
+        send(sock, _load_models(models, opened.models))
         for at in range(0, len(fds), 3):
             worker = WorkerLoop(models, executor, fds[at : at + 3])
             threading.Thread(target=worker.serve, name=f"cornplug-lane-{at // 3}", daemon=True).start()
         while True:
-            message: replica_ipc.ToReplica = replica_ipc.receive(sock, replica_ipc.ToReplica)
-            if isinstance(message, replica_ipc.DropModel):
-                models.drop(message.identities)
-                replica_ipc.send(sock, replica_ipc.ReplicaReady(models.identities()))
+            message: ToReplica = receive(sock, ToReplica)
+            if isinstance(message, DropModel):
+                models.unload(message.identities)
+                send(sock, ReplicaReady(models.identities()))
             else:
-                replica_ipc.send(sock, _loaded(models, message.models))
+                send(sock, _load_models(models, message.models))
     finally:
         # End the process after any error. The service then restarts it instead of waiting for a reply.
         os._exit(0)
 
 
-def _loaded(
-    models: ReplicaModels, wanted: Sequence[replica_ipc.ModelSpec]
-) -> replica_ipc.ReplicaReady | replica_ipc.ReplicaFailed:
+def _load_models(models: ReplicaModels, specs: Sequence[ModelSpec]) -> ReplicaReady | ReplicaFailed:
     """Load as many of the models as possible, because a replica can run batches even if a model is missing.
 
     Returns ReplicaFailed if none of the models is loaded.
     """
     problems: list[str] = []
     with ThreadPoolExecutor(1) as threads:
-        for model in wanted:
+        for model in specs:
             error = threads.submit(models.load, [model]).exception()
             if error is not None:
                 log.error("cannot load %s", model.path, exc_info=error)
                 problems.append(str(error))
-    if wanted and not set(models.identities()) & {model.identity for model in wanted}:
-        return replica_ipc.ReplicaFailed("checkpoint", "; ".join(problems))
-    return replica_ipc.ReplicaReady(models.identities(), "; ".join(problems))
+    if specs and not set(models.identities()) & {model.identity for model in specs}:
+        return ReplicaFailed("checkpoint", "; ".join(problems))
+    return ReplicaReady(models.identities(), "; ".join(problems))
 
 
-def _failed(error: BaseException) -> replica_ipc.ReplicaFailed:
-    return replica_ipc.ReplicaFailed(
+def _failure_reply(error: BaseException) -> ReplicaFailed:
+    return ReplicaFailed(
         "absent" if isinstance(error, ReplicaLost) else "error", f"{type(error).__name__}: {error}"
     )
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from cornplug.encoder_service.replica import devices_of
+from cornplug.encoder_service.replica import replica_devices
 from cornplug.errors import ConfigError
 
 
-def check(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Validate the flags before weights are read, which may take minutes. Raises ConfigError."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError("--threads", f"must be at least 1, not {args.threads}", "Set it to 1 or more.")
@@ -27,10 +27,10 @@ def check(args: argparse.Namespace) -> None:
             "Set --device cpu.",
         )
     if args.replicas:
-        devices_of(args.device, args.replicas)
+        replica_devices(args.device, args.replicas)
 
 
-def overrides(args: argparse.Namespace) -> dict[str, Any]:
+def setting_overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags override, for `config.load`."""
     given = {
         "encoder.socket": args.socket,
@@ -46,7 +46,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     return {field: value for field, value in given.items() if value is not None}
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser with all flags. Each help text states the unit and the default."""
     out = argparse.ArgumentParser(
         prog="cornplug encoder",

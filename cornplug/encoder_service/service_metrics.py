@@ -38,7 +38,7 @@ class BoundedLabels:
         self._seen = set(known)
         self._lock = threading.Lock()
 
-    def label(self, value: str) -> str:
+    def label_for(self, value: str) -> str:
         """Return the label under which `value` is counted."""
         with self._lock:
             if value in self._seen:
@@ -54,10 +54,10 @@ class ServiceGauges:
     """Functions that return current values of one service. They are called at each scrape and must not
     block."""
 
-    waiting: Callable[[], float]
-    queue: Callable[[], Queue] = dict
-    predicted: Callable[[], Mapping[str, float]] = dict
-    preparing: Callable[[], Queue] = dict
+    waiting_requests: Callable[[], float]
+    queue_by_class: Callable[[], Queue] = dict
+    predicted_s_by_class: Callable[[], Mapping[str, float]] = dict
+    decode_queue_by_class: Callable[[], Queue] = dict
     prepared_bytes: Callable[[], int] = lambda: 0
     models: Callable[[], Sequence[ServedModel]] = tuple
     executors: Callable[[], tuple[int, int]] = lambda: (1, 1)
@@ -79,7 +79,7 @@ class ServiceMetrics:
         self.gauges: Final = gauges
         self.classes: Final = tuple(classes)
         self._apps = BoundedLabels(APPS_MAX, known_apps)
-        registry.register(_Live(self))
+        registry.register(_LiveGauges(self))
         self.batch_items = Histogram(
             "cornplug_encoder_batch_items", "Media per batch.", buckets=_ITEMS, registry=registry
         )
@@ -100,7 +100,7 @@ class ServiceMetrics:
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
-        self.answers = Counter(
+        self.replies = Counter(
             "cornplug_encoder_answers_total",
             "Embeddings returned.",
             ("app", "origin", "qos"),
@@ -146,16 +146,16 @@ class ServiceMetrics:
         for qos in self.classes:
             self.seconds.labels(qos)
 
-    def answered(self, app: str, qos: str, origin: str, seconds: float) -> None:
+    def count_reply(self, app: str, qos: str, origin: str, seconds: float) -> None:
         """Count one embedding that was returned `seconds` after the receipt of its request."""
-        self.answers.labels(self._apps.label(app), origin, qos).inc()
+        self.replies.labels(self._apps.label_for(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
 
-    def refused(self, reason: str, qos: str = "default") -> None:
+    def count_refusal(self, reason: str, qos: str = "default") -> None:
         """Count one refused request."""
         self.refusals.labels(reason, qos).inc()
 
-    def passed(self, items: int, tokens: int, seconds: float) -> None:
+    def count_batch(self, items: int, tokens: int, seconds: float) -> None:
         """Count one batch of a tower."""
         self.batch_items.observe(items)
         self.batch_tokens.observe(tokens)
@@ -163,23 +163,23 @@ class ServiceMetrics:
         self.tower_tokens.inc(tokens)
         self.tower_seconds.observe(seconds)
 
-    def text(self) -> bytes:
+    def render_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _Live:
+class _LiveGauges:
     """Gauges that are read at each scrape, so that the series of an unloaded model disappear."""
 
-    def __init__(self, meters: ServiceMetrics) -> None:
-        self._meters = meters
+    def __init__(self, metrics: ServiceMetrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        meters = self._meters
+        meters = self._metrics
         yield GaugeMetricFamily(
             "cornplug_encoder_waiting",
             "Number of admitted requests without a reply.",
-            value=meters.gauges.waiting(),
+            value=meters.gauges.waiting_requests(),
         )
         requests = GaugeMetricFamily(
             "cornplug_encoder_queue_requests", "Number of requests that wait for a batch.", labels=("qos",)
@@ -187,7 +187,7 @@ class _Live:
         tokens = GaugeMetricFamily(
             "cornplug_encoder_queue_tokens", "Number of tokens that wait for a batch.", labels=("qos",)
         )
-        waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.queue()}
+        waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.queue_by_class()}
         for qos, (count, size) in waiting.items():
             requests.add_metric((qos,), count)
             tokens.add_metric((qos,), size)
@@ -198,7 +198,10 @@ class _Live:
             "Number of media items that wait to be decoded.",
             labels=("qos",),
         )
-        for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.gauges.preparing()}.items():
+        for qos, (count, _) in {
+            **dict.fromkeys(meters.classes, (0, 0)),
+            **meters.gauges.decode_queue_by_class(),
+        }.items():
             preparing.add_metric((qos,), count)
         yield preparing
         yield GaugeMetricFamily(
@@ -212,7 +215,7 @@ class _Live:
             "had no item in the last 10 s.",
             labels=("qos",),
         )
-        for qos, seconds in meters.gauges.predicted().items():
+        for qos, seconds in meters.gauges.predicted_s_by_class().items():
             predicted.add_metric((qos,), seconds)
         yield predicted
         executors = GaugeMetricFamily(
@@ -239,7 +242,7 @@ def _model_info(models: Sequence[ServedModel]) -> Metric:
     return info
 
 
-def totals(counter: Counter) -> dict[tuple[str, ...], float]:
+def counter_totals(counter: Counter) -> dict[tuple[str, ...], float]:
     """Return the values of a counter, by label values."""
     return {
         tuple(sample.labels.values()): sample.value

@@ -41,7 +41,7 @@ IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 _MAX_WAITING: Final = 4096
 """Maximum number of requests per group that wait for a part or for receivers."""
 _MAX_GROUPS: Final = 256
-_OURS: Final = ("here", "deployment")
+_TRUSTED_GROUPS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
 """Milliseconds for which libzmq continues to send queued messages after the socket is closed."""
@@ -53,129 +53,131 @@ class ReceiverGuard:
     def __init__(self, networks: Sequence[IPNetwork] = ()) -> None:
         self._networks = networks
         # Use a separate pool, so that a slow name server delays only other lookups of receivers.
-        self._names = ThreadPoolExecutor(2, "cornplug-names")
+        self._lookup_threads = ThreadPoolExecutor(2, "cornplug-names")
 
-    async def endpoint(self, host: str, port: int, *, asked_by: str | None) -> str:
+    async def resolve_endpoint(self, host: str, port: int, *, requester: str | None) -> str:
         """Return the ZMQ endpoint of a receiver, with the checked address in place of the host's name.
 
-        `asked_by` is the address of the requesting host. Raises EncoderRefused("forbidden_receiver") if none
+        `requester` is the address of the requesting host. Raises EncoderRefused("forbidden_receiver") if none
         of the host's addresses is allowed.
         """
-        for address in await self._addresses(host):
-            ip = _normal(address)
-            if ip is not None and self._may_send(ip, _normal(asked_by)):
+        for address in await self._resolve_host(host):
+            ip = _parse_address(address)
+            if ip is not None and self._may_send(ip, _parse_address(requester)):
                 shown = f"[{ip}]" if ip.version == 6 else str(ip)
                 return f"tcp://{shown}:{port}"
         raise EncoderRefused(
-            f"{host!r} is not the requesting host ({asked_by}) and not in a network of encoder.receivers",
+            f"{host!r} is not the requesting host ({requester}) and not in a network of encoder.receivers",
             reason="forbidden_receiver",
         )
 
-    def group(self, asked_by: str | None) -> str:
+    def group_of(self, requester: str | None) -> str:
         """Return the group in which requests from this address are matched with receivers.
 
         A group is one host, or all hosts in the networks of `encoder.receivers`.
         """
-        ip = _normal(asked_by)
+        ip = _parse_address(requester)
         if ip is None:
             return ""
         if any(ip in network for network in self._networks):
-            return _OURS[1]
-        return _OURS[0] if _is_here(ip) else str(ip)
+            return _TRUSTED_GROUPS[1]
+        return _TRUSTED_GROUPS[0] if _is_local_address(ip) else str(ip)
 
     def close(self) -> None:
         """Stop the threads that look up names."""
-        self._names.shutdown(wait=False, cancel_futures=True)
+        self._lookup_threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _addresses(self, host: str) -> Sequence[str]:
-        if _normal(host) is not None:
+    async def _resolve_host(self, host: str) -> Sequence[str]:
+        if _parse_address(host) is not None:
             return [host]
         loop = asyncio.get_running_loop()
-        looked_up = loop.run_in_executor(self._names, _resolved, host)
+        looked_up = loop.run_in_executor(self._lookup_threads, _look_up_host, host)
         try:
             return await asyncio.wait_for(looked_up, _RESOLVE_S)
         except (OSError, UnicodeError, TimeoutError):
             return []
 
-    def _may_send(self, ip: IPAddress, asker: IPAddress | None) -> bool:
+    def _may_send(self, ip: IPAddress, requester: IPAddress | None) -> bool:
         if ip.is_unspecified or ip.is_multicast:
             return False
         if any(ip in network for network in self._networks):
             return True
-        return asker is not None and (ip == asker or (_is_here(asker) and _is_here(ip)))
+        return requester is not None and (
+            ip == requester or (_is_local_address(requester) and _is_local_address(ip))
+        )
 
 
-def _resolved(host: str) -> list[str]:
+def _look_up_host(host: str) -> list[str]:
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(row[4][0]) for row in found]
 
 
 @dataclass(slots=True)
-class _Waiting:
-    since_s: float
+class _PendingReceivers:
+    created_s: float
     complete: asyncio.Event = field(default_factory=asyncio.Event)
-    count: int | None = None
+    expected_count: int | None = None
     endpoints: list[str] = field(default_factory=list)
 
 
 class ReceiverRendezvous:
     """Matches parts with their receivers, which arrive in either order. Use it from one event loop.
 
-    Parts and receivers match only within a group (`ReceiverGuard.group`). A client of another group therefore
-    cannot receive a part by its request id. Unmatched entries are dropped after `forget_s` seconds.
+    Parts and receivers match only within a group (`ReceiverGuard.group_of`). A client of another group
+    therefore cannot receive a part by its request id. Unmatched entries are dropped after `ttl_s` seconds.
     """
 
-    def __init__(self, *, forget_s: float) -> None:
-        self._forget_s = forget_s
-        self._groups: OrderedDict[str, OrderedDict[str, _Waiting]] = OrderedDict()
+    def __init__(self, *, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._groups: OrderedDict[str, OrderedDict[str, _PendingReceivers]] = OrderedDict()
 
     def register(self, req_id: str, group: str, count: int, endpoint: str) -> None:
         """Add one of `count` receivers of a part. Raises EncoderRefused if another receiver of the part had a
         different `count`."""
-        waiting = self._entry(req_id, group)
-        if waiting.count not in (None, count):
+        waiting = self._get_or_create(req_id, group)
+        if waiting.expected_count not in (None, count):
             raise EncoderRefused(
-                f"receive_count: {count} differs from another receiver's count, {waiting.count}",
+                f"receive_count: {count} differs from another receiver's count, {waiting.expected_count}",
                 reason="bad_input",
             )
-        waiting.count = count
+        waiting.expected_count = count
         if endpoint not in waiting.endpoints:
             waiting.endpoints.append(endpoint)
         if len(waiting.endpoints) >= count:
             waiting.complete.set()
 
-    async def receivers(self, req_id: str, group: str, *, deadline_s: float) -> Sequence[str]:
+    async def wait_receivers(self, req_id: str, group: str, *, deadline_s: float) -> Sequence[str]:
         """Wait until all receivers of a part are registered, and return their endpoints. Raises
         EncoderRefused("no_receiver") if the deadline passes first."""
-        waiting = self._entry(req_id, group)
+        waiting = self._get_or_create(req_id, group)
         try:
             await asyncio.wait_for(waiting.complete.wait(), deadline_s)
         except TimeoutError:
             raise EncoderRefused(
-                f"{len(waiting.endpoints)} of {waiting.count or 'unknown'} receivers registered",
+                f"{len(waiting.endpoints)} of {waiting.expected_count or 'unknown'} receivers registered",
                 reason="no_receiver",
             ) from None
         finally:
-            self._forget(req_id, group)
+            self._remove(req_id, group)
         return waiting.endpoints
 
-    def _entry(self, req_id: str, group: str) -> _Waiting:
+    def _get_or_create(self, req_id: str, group: str) -> _PendingReceivers:
         """Return the entry of a request, and create it if necessary. Each group has its own limit, so that a
         flood from one host evicts only that host's entries.
         """
         now = time.monotonic()
         if group not in self._groups and len(self._groups) >= _MAX_GROUPS:
-            del self._groups[next(g for g in self._groups if g not in _OURS)]
+            del self._groups[next(g for g in self._groups if g not in _TRUSTED_GROUPS)]
         waiting = self._groups.setdefault(group, OrderedDict())
         self._groups.move_to_end(group)
         while waiting:
             oldest = next(iter(waiting.values()))
-            if len(waiting) < _MAX_WAITING and now - oldest.since_s < self._forget_s:
+            if len(waiting) < _MAX_WAITING and now - oldest.created_s < self._ttl_s:
                 break
             waiting.popitem(last=False)
-        return waiting.setdefault(req_id, _Waiting(now))
+        return waiting.setdefault(req_id, _PendingReceivers(now))
 
-    def _forget(self, req_id: str, group: str) -> None:
+    def _remove(self, req_id: str, group: str) -> None:
         waiting = self._groups.get(group)
         if waiting is not None:
             waiting.pop(req_id, None)
@@ -216,7 +218,7 @@ class ZmqSender:
         self._context.term()
 
 
-def _normal(host: str | None) -> IPAddress | None:
+def _parse_address(host: str | None) -> IPAddress | None:
     try:
         ip = ipaddress.ip_address((host or "").partition("%")[0])
     except ValueError:
@@ -225,7 +227,7 @@ def _normal(host: str | None) -> IPAddress | None:
     return mapped or ip
 
 
-def _is_here(ip: IPAddress) -> bool:
+def _is_local_address(ip: IPAddress) -> bool:
     """Return whether the address belongs to this host. If so, a socket can be bound to it."""
     if ip.is_loopback:
         return True
@@ -238,9 +240,9 @@ def _is_here(ip: IPAddress) -> bool:
     return True
 
 
-_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
-_MODALITY: Final = "sglang.srt.multimodal.modality"
-_IMAGE: Final = 1
+_RECEIVER_MODULE: Final = "sglang.srt.disaggregation.encoder.receiver"
+_MODALITY_MODULE: Final = "sglang.srt.multimodal.modality"
+_IMAGE_MODALITY: Final = 1
 DTYPES: Final = ("float32", "float16", "bfloat16")
 
 _RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -261,7 +263,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cornplug_salt: str | None = None
     """`cache_salt` of the request, if the server has cornplug's plugin (`sglang_hooks/media/epd.py`)."""
     cornplug_salt_proof: str | None = None
-    """Proof that the server has the secret (`engine_seal.salt_proof`) and may therefore set a salt."""
+    """Proof that the server has the secret (`engine_seal.prove_salt`) and may therefore set a salt."""
 
 
 class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -274,13 +276,14 @@ class EncodePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     part_idx: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     prefill_host: _Host | None = None
     embedding_port: _Port | None = None
-    """Port of the receiver on `prefill_host`. If None, receivers register themselves (`ReceiveAt`)."""
+    """Port of the receiver on `prefill_host`. If None, receivers register themselves
+    (`ReceiverRegistration`)."""
     encoder_idx: int = 0
     encoder_url: str = ""
     time_stats_json: Any = None
 
 
-class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReceiverRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /scheduler_receive_url: the registration of one of `receive_count` receivers of a part."""
 
     req_id: _RequestId
@@ -290,7 +293,7 @@ class ReceiveAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modality: str = "IMAGE"
 
 
-def read_part(body: bytes) -> EncodePart:
+def parse_encode_part(body: bytes) -> EncodePart:
     """Return the parsed request. Raises EncoderRefused("bad_input") if it is invalid."""
     try:
         part = msgspec.json.decode(body, type=EncodePart)
@@ -305,10 +308,10 @@ def read_part(body: bytes) -> EncodePart:
     return part
 
 
-def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
+def parse_registration(body: bytes) -> tuple[ReceiverRegistration, tuple[str, int]]:
     """Return the request and its (host, port). Raises EncoderRefused("bad_input") if it is invalid."""
     try:
-        receiver = msgspec.json.decode(body, type=ReceiveAt)
+        receiver = msgspec.json.decode(body, type=ReceiverRegistration)
     except (msgspec.DecodeError, RecursionError) as e:
         raise EncoderRefused(str(e), reason="bad_input") from None
     host, _, port = receiver.receive_url.rpartition(":")
@@ -322,13 +325,13 @@ def items_of(part: EncodePart) -> list[MediaItem]:
     return [MediaItem(url=item) if isinstance(item, str) else item for item in part.mm_items]
 
 
-def header(
+def pickle_header(
     part: EncodePart,
     *,
     dtype: str,
     shape: tuple[int, int],
     grid: Sequence[Sequence[int]],
-    statement: SignedClaim,
+    claim: SignedClaim,
 ) -> bytes:
     """Return the first frame of the message with a part's embeddings.
 
@@ -337,41 +340,43 @@ def header(
         dtype: Dtype of the second frame.
         shape: (rows, hidden_size) of the second frame.
         grid: (frames, height, width) in patches for each image.
-        statement: Signed claim about the second frame.
+        claim: Signed claim about the second frame.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     fields: Mapping[str, bytes] = {
-        "req_id": _text(part.req_id),
-        "num_parts": _integer(part.num_parts),
-        "part_idx": _integer(part.part_idx),
-        "grid_dim": _list(_list(_integer(n) for n in row) for row in grid),
-        "modality": _global(_MODALITY, "Modality") + _integer(_IMAGE) + b"\x85R",
+        "req_id": _pickle_text(part.req_id),
+        "num_parts": _pickle_integer(part.num_parts),
+        "part_idx": _pickle_integer(part.part_idx),
+        "grid_dim": _pickle_list(_pickle_list(_pickle_integer(n) for n in row) for row in grid),
+        "modality": _pickle_global(_MODALITY_MODULE, "Modality")
+        + _pickle_integer(_IMAGE_MODALITY)
+        + b"\x85R",
         "embedding": b"N",
         "send_time": b"N",
-        "dtype": _global("torch", dtype),
-        "shape": _list(_integer(n) for n in shape),
+        "dtype": _pickle_global("torch", dtype),
+        "shape": _pickle_list(_pickle_integer(n) for n in shape),
         "error_msg": b"N",
         "error_code": b"N",
-        **{name: _text(value) for name, value in statement.fields().items()},
+        **{name: _pickle_text(value) for name, value in claim.to_fields().items()},
     }
     # PROTO 2; class, (), NEWOBJ; {} filled between MARK and SETITEMS; BUILD; STOP.
-    body = b"".join(_text(name) + value for name, value in fields.items())
-    return b"\x80\x02" + _global(_RECEIVER, "EmbeddingData") + b")\x81}(" + body + b"ub."
+    body = b"".join(_pickle_text(name) + value for name, value in fields.items())
+    return b"\x80\x02" + _pickle_global(_RECEIVER_MODULE, "EmbeddingData") + b")\x81}(" + body + b"ub."
 
 
-def _global(module: str, name: str) -> bytes:
+def _pickle_global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode("ascii")
 
 
-def _text(value: str) -> bytes:
+def _pickle_text(value: str) -> bytes:
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def _integer(value: int) -> bytes:
+def _pickle_integer(value: int) -> bytes:
     return b"J" + struct.pack("<i", value)
 
 
-def _list(values: Any) -> bytes:
+def _pickle_list(values: Any) -> bytes:
     return b"](" + b"".join(values) + b"e"

@@ -35,23 +35,23 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from cornplug.checkpoints.tested_releases import validated
+from cornplug.checkpoints.tested_releases import compared_families
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service import sglang_delivery
-from cornplug.encoder_service.access import AuditLog, salt_of
+from cornplug.encoder_service.access import AuditLog, effective_salt
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
+from cornplug.encoder_service.execution.media_intake import MediaIntake, cap_deadline_s
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import (
-    SGLANG,
+    SGLANG_APP,
     MediaPreparer,
-    MediumSource,
-    PreprocessedMedium,
-    medium_bytes,
+    MediaSource,
+    PreprocessedMedia,
+    media_bytes,
 )
 from cornplug.encoder_service.sglang_delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_is_proved
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, is_salt_proved
 from cornplug.encoder_service.wire.messages import (
     EncodeRefusal,
     EncodeReply,
@@ -69,11 +69,11 @@ if TYPE_CHECKING:
 _DECODING: Final = "sglang-0.5.23"
 _RELEASE: Final = _DECODING.removeprefix("sglang-")
 """Release of SGLang whose protocol this server implements."""
-_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+_SUPPORTED_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Families that this release of SGLang supports with `--language-only`, and whose embeddings fit SGLang's
 protocol."""
-_GRID: Final = "image_grid_thw"
-_AT_ONCE: Final = 2
+_GRID_INPUT: Final = "image_grid_thw"
+_MAX_CONCURRENT_IMAGES: Final = 2
 """Maximum number of images in one part that are prepared concurrently."""
 
 
@@ -86,7 +86,7 @@ class _EncodedImage:
     tensor: WireTensor
 
 
-class SglangParts:
+class SglangPartEncoder:
     """Encodes parts and sends their embeddings to receivers. Use it from one event loop.
 
     A part consists of the images of a request that a server sends to one encoder.
@@ -98,23 +98,23 @@ class SglangParts:
         preparer: MediaPreparer,
         threads: Executor,
         config: EncoderConfig,
-        door: MediaIntake,
+        intake: MediaIntake,
         *,
         secret: bytes,
     ) -> None:
         self._encoder = encoder
-        self._door = door
+        self._intake = intake
         self._preparer = preparer
         self._threads = threads
         self._config = config
         self._timeout_s = config.language_only_timeout_s
         self._secret = secret
-        self._guard = ReceiverGuard(config.networks())
-        self._rendezvous = ReceiverRendezvous(forget_s=2 * config.language_only_timeout_s)
+        self._guard = ReceiverGuard(config.receiver_networks())
+        self._rendezvous = ReceiverRendezvous(ttl_s=2 * config.language_only_timeout_s)
         self._sender: ZmqSender | None = None
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def open_sockets(self) -> AsyncIterator[None]:
         """Keep the sockets open during the context."""
         self._sender = ZmqSender()
         try:
@@ -123,7 +123,7 @@ class SglangParts:
             await asyncio.to_thread(self._sender.close)
             self._guard.close()
 
-    def verify_claims(
+    def resolve_salts(
         self, part: sglang_delivery.EncodePart, caller: QosCaller
     ) -> sglang_delivery.EncodePart:
         """Check the salts of the part's images, and return the part with the salts to use.
@@ -134,50 +134,63 @@ class SglangParts:
 
         def of(item: sglang_delivery.MediaItem) -> sglang_delivery.MediaItem:
             salt = item.cornplug_salt
-            if salt is None or not salt_is_proved(item.cornplug_salt_proof, self._secret, salt):
-                salt = salt_of(caller, salt, self._config)
+            if salt is None or not is_salt_proved(item.cornplug_salt_proof, self._secret, salt):
+                salt = effective_salt(caller, salt, self._config)
             return msgspec.structs.replace(item, cornplug_salt=salt)
 
         return msgspec.structs.replace(part, mm_items=[of(item) for item in sglang_delivery.items_of(part)])
 
     async def encode(
-        self, model: LoadedModel, part: sglang_delivery.EncodePart, *, caller: QosCaller, asked_by: str | None
+        self,
+        model: LoadedModel,
+        part: sglang_delivery.EncodePart,
+        *,
+        caller: QosCaller,
+        requester: str | None,
     ) -> None:
         """Encode a part's images, and send the embeddings to the part's receivers.
 
         Raises EncoderRefused or MediaError.
         """
-        end = time.monotonic() + limited_deadline_s(self._timeout_s)
+        end = time.monotonic() + cap_deadline_s(self._timeout_s)
         known = None
         if part.prefill_host is not None and part.embedding_port is not None:
-            known = await self._guard.endpoint(part.prefill_host, part.embedding_port, asked_by=asked_by)
-        frames = await self._frames(model, part, caller, end)
+            known = await self._guard.resolve_endpoint(
+                part.prefill_host, part.embedding_port, requester=requester
+            )
+        frames = await self._build_frames(model, part, caller, end)
         left = max(end - time.monotonic(), 0.0)
         endpoints = (
             [known]
             if known is not None
-            else await self._rendezvous.receivers(part.req_id, self._guard.group(asked_by), deadline_s=left)
+            else await self._rendezvous.wait_receivers(
+                part.req_id, self._guard.group_of(requester), deadline_s=left
+            )
         )
         left = max(end - time.monotonic(), 0.1)
         if self._sender is None:
             raise EncoderRefused("the service is not running", reason="internal")
         await asyncio.gather(*(self._sender.send(e, frames, deadline_s=left) for e in endpoints))
 
-    async def receive_at(
-        self, receiver: sglang_delivery.ReceiveAt, address: tuple[str, int], *, asked_by: str | None
+    async def add_receiver(
+        self,
+        receiver: sglang_delivery.ReceiverRegistration,
+        address: tuple[str, int],
+        *,
+        requester: str | None,
     ) -> None:
         """Add a receiver for a part. The part is sent to the receiver when it has been encoded. Raises
         EncoderRefused."""
-        endpoint = await self._guard.endpoint(*address, asked_by=asked_by)
-        group = self._guard.group(asked_by)
+        endpoint = await self._guard.resolve_endpoint(*address, requester=requester)
+        group = self._guard.group_of(requester)
         self._rendezvous.register(receiver.req_id, group, receiver.receive_count, endpoint)
 
-    async def _frames(
+    async def _build_frames(
         self, model: LoadedModel, part: sglang_delivery.EncodePart, caller: QosCaller, end: float
     ) -> list[bytes]:
-        turn = asyncio.Semaphore(_AT_ONCE)
+        turn = asyncio.Semaphore(_MAX_CONCURRENT_IMAGES)
         tasks = [
-            asyncio.create_task(self._row(model, item, turn, caller, end))
+            asyncio.create_task(self._encode_image(model, item, turn, caller, end))
             for item in sglang_delivery.items_of(part)
         ]
         try:
@@ -188,42 +201,42 @@ class SglangParts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._pack, model, part, rows)
 
-    async def _row(
+    async def _encode_image(
         self,
         model: LoadedModel,
         item: sglang_delivery.MediaItem,
-        turn: asyncio.Semaphore,
+        slots: asyncio.Semaphore,
         caller: QosCaller,
         end: float,
     ) -> _EncodedImage:
         """Encode one image. It is admitted in the same way as an image for `/v1/encode`."""
 
-        def read() -> MediumSource:
-            return MediumSource(
+        def read() -> MediaSource:
+            return MediaSource(
                 model=model.served.name,
                 modality="image",
                 decoding=_DECODING,
-                app=SGLANG,
-                parts=[medium_bytes("image", item.url)],
+                app=SGLANG_APP,
+                contents=[media_bytes("image", item.url)],
                 salt=item.cornplug_salt,
                 deadline_s=self._timeout_s,
             )
 
-        with self._encoder.budget.share(caller.qos) as budget_share:
-            async with turn:
-                with self._encoder.observer.preprocessing():
-                    prepared = await self._door.prepare(
+        with self._encoder.budget.open_share(caller.qos) as budget_share:
+            async with slots:
+                with self._encoder.observer.record_preprocessing():
+                    prepared = await self._intake.prepare(
                         self._preparer,
                         read,
                         caller=caller,
-                        app=SGLANG,
+                        app=SGLANG_APP,
                         inline=True,
                         end_s=end,
                         budget_share=budget_share,
                     )
-            grid, media = _grid(model, prepared), prepared.media_digest
-            if prepared.answer is not None:
-                return _EncodedImage(grid=grid, media=media, tensor=_tensor(prepared.answer))
+            grid, media = _patch_grid(model, prepared), prepared.media_digest
+            if prepared.cached_reply is not None:
+                return _EncodedImage(grid=grid, media=media, tensor=_require_tensor(prepared.cached_reply))
             left = max(end - time.monotonic(), 0.001)
             request = msgspec.structs.replace(prepared.request, deadline_s=left)
             submitted = self._encoder.submit(
@@ -231,7 +244,9 @@ class SglangParts:
             )
             del prepared, request  # From here on, only the encoder needs the inputs.
             # Cancelling this task cancels the future.
-            return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
+            return _EncodedImage(
+                grid=grid, media=media, tensor=_require_tensor(await asyncio.wrap_future(submitted))
+            )
 
     def _pack(
         self,
@@ -251,13 +266,15 @@ class SglangParts:
             grid=grid,
             payload=payload,
         )
-        head = sglang_delivery.header(
-            part, dtype=model.served.dtype, shape=shape, grid=grid, statement=statement
+        head = sglang_delivery.pickle_header(
+            part, dtype=model.served.dtype, shape=shape, grid=grid, claim=statement
         )
         return [head, payload]
 
 
-def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: AuditLog) -> APIRouter:
+def router(
+    part_encoder: SglangPartEncoder, encoder: EncoderCore, parser: BodyParser, audit: AuditLog
+) -> APIRouter:
     """Return the routes of the protocol, at the root and below /sglang/NAME.
 
     The routes are not in `/openapi.json`, because SGLang defines them.
@@ -267,29 +284,29 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
     async def encode(request: Request, model: str | None = None) -> Response:
         try:
             # SGLang's servers send no app header. Their requests are counted under this app.
-            caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
-            part = parts.verify_claims(
-                await parser.parse(request, sglang_delivery.read_part, caller.qos), caller
+            caller = encoder.classes.identify_caller({APP_HEADER: SGLANG_APP, **request.headers})
+            part = part_encoder.resolve_salts(
+                await parser.parse(request, sglang_delivery.parse_encode_part, caller.qos), caller
             )
-            named = model_named(encoder.registry, model)
-            await parts.encode(named, part, caller=caller, asked_by=_peer(request))
+            named = find_model(encoder.registry, model)
+            await part_encoder.encode(named, part, caller=caller, requester=_peer_address(request))
         except (EncoderRefused, MediaError) as e:
-            audit.refused(request, e.reason)
-            return _refusal(encoder, e)
+            audit.log_refusal(request, e.reason)
+            return _refusal_response(encoder, e)
         return JSONResponse(None)
 
     async def receive_at(request: Request) -> Response:
         try:
-            receiver, address = sglang_delivery.read_receiver(await request.body())
-            await parts.receive_at(receiver, address, asked_by=_peer(request))
+            receiver, address = sglang_delivery.parse_registration(await request.body())
+            await part_encoder.add_receiver(receiver, address, requester=_peer_address(request))
         except EncoderRefused as e:
-            audit.refused(request, e.reason)
-            return _refusal(encoder, e)
+            audit.log_refusal(request, e.reason)
+            return _refusal_response(encoder, e)
         return JSONResponse(None)
 
     async def mooncake() -> Response:
         problem = "only ZMQ is supported: set --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer"
-        return _refusal(encoder, EncoderRefused(problem, reason="transfer"))
+        return _refusal_response(encoder, EncoderRefused(problem, reason="transfer"))
 
     for prefix in ("", "/sglang/{model:path}"):
         routes.add_api_route(f"{prefix}/encode", encode, methods=["POST"])
@@ -304,26 +321,28 @@ def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
     its dtype.
     """
     models = [
-        model for model in served if model.family in _FAMILIES & validated("sglang", _RELEASE, model.dtype)
+        model
+        for model in served
+        if model.family in _SUPPORTED_FAMILIES & compared_families("sglang", _RELEASE, model.dtype)
     ]
     if len(models) == len(served) == 1:
         return [f"http://HOST:{port}"]
     return [f"http://HOST:{port}/sglang/{url_name(model.name)}" for model in models]
 
 
-def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
+def find_model(registry: ModelRegistry, name: str | None) -> LoadedModel:
     """Return the model that NAME in a URL selects. Without a name, return the only served model.
 
     Raises EncoderRefused("unknown_model") with the available names.
     """
     fitting = {
         loaded.served.identity: loaded
-        for loaded in registry.loaded()
+        for loaded in registry.loaded_models()
         if name is None or name.strip("/") in (loaded.served.name.strip("/"), url_name(loaded.served.name))
     }
     if len(fitting) == 1:
         return next(iter(fitting.values()))
-    names = ", ".join(url_name(model.name) for model in registry.served())
+    names = ", ".join(url_name(model.name) for model in registry.served_models())
     problem = "several models are served" if name is None else f"{name!r} matches {len(fitting)} models"
     raise EncoderRefused(
         f"{problem}; append /sglang/NAME to the encoder's URL, where NAME is one of: {names}",
@@ -331,8 +350,8 @@ def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
     )
 
 
-def _grid(model: LoadedModel, prepared: PreprocessedMedium) -> list[int]:
-    grid = prepared.inputs.get(_GRID)
+def _patch_grid(model: LoadedModel, prepared: PreprocessedMedia) -> list[int]:
+    grid = prepared.inputs.get(_GRID_INPUT)
     if grid is None:
         raise EncoderRefused(
             f"SGLang's encoder protocol does not serve the family {model.served.family}", reason="bad_input"
@@ -340,20 +359,20 @@ def _grid(model: LoadedModel, prepared: PreprocessedMedium) -> list[int]:
     return [int(number) for number in grid.flatten()]
 
 
-def _tensor(answer: EncodeReply | EncodeRefusal) -> WireTensor:
-    if isinstance(answer, EncodeRefusal):
-        raise EncoderRefused(answer.message, reason=answer.reason)
-    if answer.tensor is None:
+def _require_tensor(reply: EncodeReply | EncodeRefusal) -> WireTensor:
+    if isinstance(reply, EncodeRefusal):
+        raise EncoderRefused(reply.message, reason=reply.reason)
+    if reply.tensor is None:
         raise EncoderRefused("the reply contains no rows", reason="internal")
-    return answer.tensor
+    return reply.tensor
 
 
-def _peer(request: Request) -> str | None:
+def _peer_address(request: Request) -> str | None:
     return request.client.host if request.client is not None else None
 
 
-def _refusal(encoder: EncoderCore, error: EncoderRefused | MediaError) -> JSONResponse:
-    encoder.meters.refused(error.reason, encoder.classes.of_app(SGLANG).name)
+def _refusal_response(encoder: EncoderCore, error: EncoderRefused | MediaError) -> JSONResponse:
+    encoder.metrics.count_refusal(error.reason, encoder.classes.class_of_app(SGLANG_APP).name)
     return JSONResponse(
         {"status": "error", "reason": error.reason, "message": str(error)},
         status_code=status_of(error.reason),

@@ -15,15 +15,11 @@ from typing import Final
 import msgspec
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.scheduling.batcher import Answer
-from cornplug.encoder_service.wire.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    MAX_BYTES,
-    ServiceHandshake,
-    UntrustedPeer,
-)
+from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.wire.messages import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     DescribeRequest,
@@ -31,17 +27,19 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRequest,
     Reply,
     Request,
+    ServiceHandshake,
+    UntrustedPeer,
 )
 from cornplug.errors import ProtocolError
-from cornplug.local_socket import foreign_user, frame, read_frame, read_frame_length
+from cornplug.local_socket import encode_frame, foreign_peer_uid, read_frame, read_frame_length
 
 _LARGE_BYTES: Final = 256 << 10
 """Size in bytes above which a frame is decoded on a separate thread."""
-_LARGE_AT_ONCE: Final = 4
+_MAX_LARGE_FRAMES: Final = 4
 """Maximum number of large frames (at most MAX_FRAME_BYTES each) in memory at a time, over all connections."""
-FRAME_S: Final = 30.0
+FRAME_TIMEOUT_S: Final = 30.0
 """Maximum seconds to receive a large frame. An engine that stops in the middle of a frame occupies one of the
-`_LARGE_AT_ONCE` slots no longer than this."""
+`_MAX_LARGE_FRAMES` slots no longer than this."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class UnixServer:
         # Duplicate the descriptor, because `SocketClaim` closes the original when it recreates the socket.
         self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
 
-    async def listen_at(self, listener: socket.socket) -> None:
+    async def replace_listener(self, listener: socket.socket) -> None:
         """Accept new connections on `listener` instead. Open connections continue."""
         if listener is not self._listener:
             before, self._listener = self._server, listener
@@ -89,10 +87,10 @@ class UnixServer:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
         try:
-            if (uid := foreign_user(writer.get_extra_info("socket"))) is not None:
+            if (uid := foreign_peer_uid(writer.get_extra_info("socket"))) is not None:
                 log.warning("refused a connection from user %d", uid)
                 return
-            if not await _greeted(reader, writer, ServiceHandshake(self._secret)):
+            if not await _shake_hands(reader, writer, ServiceHandshake(self._secret)):
                 return
             await _Connection(self._encoder, self._frames, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
@@ -109,10 +107,10 @@ class _FrameReader:
 
     def __init__(self) -> None:
         self._decode = msgspec.msgpack.Decoder(Request).decode
-        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._large = asyncio.Semaphore(_MAX_LARGE_FRAMES)
         self._threads = ThreadPoolExecutor(1, "cornplug-frames")
 
-    async def request(self, reader: asyncio.StreamReader) -> Request:
+    async def read_request(self, reader: asyncio.StreamReader) -> Request:
         """Read the next request from a connection.
 
         Raises ProtocolError, msgspec.MsgspecError and RecursionError for invalid bytes, and
@@ -123,10 +121,12 @@ class _FrameReader:
             return self._decode(await reader.readexactly(size))
         async with self._large:
             try:
-                async with asyncio.timeout(FRAME_S):
+                async with asyncio.timeout(FRAME_TIMEOUT_S):
                     body = await reader.readexactly(size)
             except TimeoutError:
-                raise ProtocolError(f"a frame of {size} bytes did not arrive within {FRAME_S:g} s") from None
+                raise ProtocolError(
+                    f"a frame of {size} bytes did not arrive within {FRAME_TIMEOUT_S:g} s"
+                ) from None
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, body)
 
     def close(self) -> None:
@@ -147,36 +147,36 @@ class _Connection:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._pending: set[Future[Answer]] = set()
+        self._pending: set[Future[EncodeResult]] = set()
 
     async def run(self) -> None:
         try:
             while True:
                 try:
-                    request = await self._frames.request(self._reader)
+                    request = await self._frames.read_request(self._reader)
                 except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
                     log.warning("closed a connection: invalid message: %s", e)
                     return
-                self._handle(request)
+                self._handle_request(request)
                 # Read no further requests until the client has read its replies.
                 await self._writer.drain()
         finally:
             for future in tuple(self._pending):
                 future.cancel()
 
-    def _handle(self, request: DescribeRequest | EncodeRequest) -> None:
+    def _handle_request(self, request: DescribeRequest | EncodeRequest) -> None:
         if isinstance(request, DescribeRequest):
-            self._send(DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served()))
+            self._send(DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served_models()))
             return
         future = self._encoder.submit(request)
         self._pending.add(future)
-        future.add_done_callback(self._answered)
+        future.add_done_callback(self._on_result)
 
-    def _answered(self, future: Future[Answer]) -> None:
+    def _on_result(self, future: Future[EncodeResult]) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._reply, future)
+            self._loop.call_soon_threadsafe(self._send_result, future)
 
-    def _reply(self, future: Future[Answer]) -> None:
+    def _send_result(self, future: Future[EncodeResult]) -> None:
         self._pending.discard(future)
         if not future.cancelled() and not self._writer.is_closing():
             answer = future.result()
@@ -186,18 +186,18 @@ class _Connection:
                 self._send(EncodeRefusal(id=answer.id, reason="internal", message=str(e)))
 
     def _send(self, reply: Reply) -> None:
-        self._writer.write(frame(self._encode(reply), limit=MAX_FRAME_BYTES))
+        self._writer.write(encode_frame(self._encode(reply), limit=MAX_FRAME_BYTES))
 
 
-async def _greeted(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: ServiceHandshake
+async def _shake_hands(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: ServiceHandshake
 ) -> bool:
     """Return whether the engine has proved in time that it has the secret."""
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            challenge = answering.challenge(await read_frame(reader, limit=MAX_BYTES))
-            writer.write(frame(challenge, limit=MAX_BYTES))
-            answering.check(await read_frame(reader, limit=MAX_BYTES))
+            challenge = handshake.create_challenge(await read_frame(reader, limit=MAX_HANDSHAKE_BYTES))
+            writer.write(encode_frame(challenge, limit=MAX_HANDSHAKE_BYTES))
+            handshake.check_proof(await read_frame(reader, limit=MAX_HANDSHAKE_BYTES))
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
     except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:

@@ -31,8 +31,8 @@ from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnav
 from cornplug.store.messages import MAX_COST_S
 from cornplug.store.payload import NewPayload, put_payload
 
-_STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
-_NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
+_BACKOFF_STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+_NO_BACKOFF_REASONS: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
 """Error reasons that do not start a backoff: no service is running, or the error affects only one image."""
 
 
@@ -43,22 +43,22 @@ class BackOff:
     """
 
     def __init__(self) -> None:
-        self._ask_after = 0.0
+        self._retry_at_s = 0.0
         self._failures = 0
 
-    def spares(self, now: float) -> bool:
+    def is_active(self, now: float) -> bool:
         """Return whether to send no requests to the service now, because it failed recently."""
-        return now < self._ask_after
+        return now < self._retry_at_s
 
-    def failed(self, error: EncoderError, now: float) -> None:
+    def record_failure(self, error: EncoderError, now: float) -> None:
         """Record a failed request. Concurrent requests that fail count as one failure."""
-        if error.reason not in _NOT_ITS_FAULT and now >= self._ask_after:
-            self._ask_after = now + _STEPS_S[min(self._failures, len(_STEPS_S) - 1)]
+        if error.reason not in _NO_BACKOFF_REASONS and now >= self._retry_at_s:
+            self._retry_at_s = now + _BACKOFF_STEPS_S[min(self._failures, len(_BACKOFF_STEPS_S) - 1)]
             self._failures += 1
 
-    def answered(self) -> None:
+    def record_reply(self) -> None:
         """Record a reply from the service, which ends the backoff."""
-        self._ask_after, self._failures = 0.0, 0
+        self._retry_at_s, self._failures = 0.0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class EncoderRequestPolicy:
     def __init__(self) -> None:
         self._backoff = BackOff()
 
-    def identity_to_ask(
+    def identity_for_request(
         self, tower: TowerIdentity | None, *, identified: bool, refusal: EncoderError | None, now: float
     ) -> bytes:
         """Return the model identity to send in a request to the encoder service.
@@ -110,17 +110,17 @@ class EncoderRequestPolicy:
             raise EncoderUnavailable("no encoder service is known to serve this model", reason=reason)
         if refusal is not None:
             raise refusal
-        if self._backoff.spares(now):
+        if self._backoff.is_active(now):
             raise EncoderUnavailable("the encoder service failed recently", reason="encoder_backoff")
         return tower.served_identity
 
-    def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
+    def check_reply(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
         """Check a reply, and return the embedding's source as a metrics label. A reply without a tensor means
         that the embedding is in the store.
 
         Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
         """
-        self._backoff.answered()
+        self._backoff.record_reply()
         if reply.key != expected.key:
             raise EncoderUnavailable(
                 "the encoder service replied with a different key", reason="encoder_bad_response"
@@ -129,66 +129,66 @@ class EncoderRequestPolicy:
             expected.check(reply.tensor.dtype, reply.tensor.shape, len(reply.tensor.data))
         return f"service_{reply.origin}"
 
-    def failed(self, error: CornplugError, now: float) -> str:
+    def record_failure(self, error: CornplugError, now: float) -> str:
         """Return the miss reason for a request that failed with this error. If the error is a failure of the
         service, start a backoff."""
         if isinstance(error, EncoderError):
-            self._backoff.failed(error, now)
+            self._backoff.record_failure(error, now)
         return error.reason
 
-    def late(self, now: float) -> str:
+    def record_timeout(self, now: float) -> str:
         """Return the miss reason for a request that exceeded its deadline. Start a backoff."""
-        return self.failed(
+        return self.record_failure(
             EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
         )
 
 
-_MAX_WAITING: Final = 64
-_MAX_WAITING_BYTES: Final = 256 << 20
+_MAX_QUEUED: Final = 64
+_MAX_QUEUED_BYTES: Final = 256 << 20
 """Maximum total size in bytes of the queue of unsaved embeddings, so that a slow store cannot exhaust the
 engine's memory. If the queue is empty, a larger embedding is accepted too."""
 log = logging.getLogger(__name__)
 
 
-class TowerClock:
+class TowerTimer:
     """Measures the tower's run time in each step. Used by the engine's thread. GPUs run asynchronously, so
     their run time is measured with device events."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._began: Any = None
-        self._ended: Any = None
+        self._start: Any = None
+        self._end: Any = None
         self._rows = 0
-        self._open: list[tuple[int, Any, Any]] = []
+        self._unfinished: list[tuple[int, Any, Any]] = []
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start to measure a step. If the tower runs in this step, it must be this thread's next
         operation."""
-        self._began, self._ended, self._rows = self._now(), None, 0
+        self._start, self._end, self._rows = self._timestamp(), None, 0
 
-    def ran(self, rows: int) -> None:
+    def record_rows(self, rows: int) -> None:
         """Record that the tower has encoded `rows` more rows in this step."""
-        self._ended = self._now()
+        self._end = self._timestamp()
         self._rows += rows
 
-    def measured(self) -> list[tuple[int, float]]:
+    def take_measurements(self) -> list[tuple[int, float]]:
         """Return (number of rows, seconds) for each step in which the tower ran. Each step is returned once,
         after the device has finished it."""
-        if self._rows and self._began is not None:
-            self._open.append((self._rows, self._began, self._ended))
-            self._began, self._rows = None, 0
-        done = [one for one in self._open if not self._cuda or one[2].query()]
-        self._open = [one for one in self._open if one not in done]
-        return [(rows, self._between(began, ended)) for rows, began, ended in done]
+        if self._rows and self._start is not None:
+            self._unfinished.append((self._rows, self._start, self._end))
+            self._start, self._rows = None, 0
+        done = [one for one in self._unfinished if not self._cuda or one[2].query()]
+        self._unfinished = [one for one in self._unfinished if one not in done]
+        return [(rows, self._elapsed_s(began, ended)) for rows, began, ended in done]
 
-    def _now(self) -> Any:
+    def _timestamp(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _between(self, began: Any, ended: Any) -> float:
+    def _elapsed_s(self, began: Any, ended: Any) -> float:
         return float(began.elapsed_time(ended)) / 1e3 if self._cuda else float(ended - began)
 
 
@@ -197,40 +197,40 @@ class EmbeddingPublisher:
     bytes)` once, from any thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
-        self._run = runtime
+        self._runtime = runtime
         self._report = report
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
         self._lock = threading.Lock()
-        self._waiting: list[int] = []
+        self._queued_sizes: list[int] = []
         """Size in bytes of each embedding in the queue."""
 
-    def offer(
-        self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
+    def enqueue(
+        self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, wait_s: float = 0.0
     ) -> None:
-        """Queue an embedding of shape (rows, hidden), on any device, to be saved. Waits at most `patience_s`.
+        """Queue an embedding of shape (rows, hidden), on any device, to be saved. Waits at most `wait_s`.
 
         Args:
             cost_s: Seconds that this engine's tower needs to compute the embedding, or 0 if not measured.
-            patience_s: Maximum seconds to wait if the queue is full.
+            wait_s: Maximum seconds to wait if the queue is full.
         """
-        if not self._has_room(embedding.nbytes):
-            if patience_s:
-                self.flush(patience_s)
-            if not patience_s or not self._has_room(embedding.nbytes):
+        if not self._reserve_queue_bytes(embedding.nbytes):
+            if wait_s:
+                self.flush(wait_s)
+            if not wait_s or not self._reserve_queue_bytes(embedding.nbytes):
                 self._report("busy", 0)
                 return
         mark = None
         if embedding.is_cuda:
             mark = torch.cuda.Event()
             mark.record()
-        self._thread.submit(self._publish, key, embedding, mark, min(cost_s, MAX_COST_S))
+        self._thread.submit(self._save, key, embedding, mark, min(cost_s, MAX_COST_S))
 
-    def _has_room(self, size: int) -> bool:
+    def _reserve_queue_bytes(self, size_bytes: int) -> bool:
         with self._lock:
-            waiting = self._waiting
-            if waiting and (len(waiting) >= _MAX_WAITING or sum(waiting) + size > _MAX_WAITING_BYTES):
+            waiting = self._queued_sizes
+            if waiting and (len(waiting) >= _MAX_QUEUED or sum(waiting) + size_bytes > _MAX_QUEUED_BYTES):
                 return False
-            waiting.append(size)
+            waiting.append(size_bytes)
             return True
 
     def flush(self, timeout_s: float) -> None:
@@ -241,17 +241,17 @@ class EmbeddingPublisher:
         """Finish the current save and drop all queued embeddings."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
+    def _save(self, key: bytes, embedding: torch.Tensor, ready_event: Any, cost_s: float) -> None:
         outcome, size = "error", 0
         try:
-            if mark is not None:
+            if ready_event is not None:
                 # A new thread uses device 0 by default, and would create a CUDA context there.
                 torch.cuda.set_device(embedding.device)
-                mark.synchronize()
+                ready_event.synchronize()
             payload = raw_bytes(embedding)
             size = payload.nbytes
             outcome = put_payload(
-                self._run.store,
+                self._runtime.store,
                 NewPayload(
                     payload,
                     PayloadKind.EMBEDDING,
@@ -259,8 +259,8 @@ class EmbeddingPublisher:
                     dtype=dtype_name(embedding.dtype),
                     shape=tuple(embedding.shape),
                 ),
-                app=self._run.app,
-                deadline_s=self._run.background_timeout_s,
+                app=self._runtime.app,
+                deadline_s=self._runtime.background_timeout_s,
                 cost_s=cost_s,
             )
         except CornplugError as e:
@@ -268,5 +268,5 @@ class EmbeddingPublisher:
             outcome = e.reason
         finally:
             with self._lock:
-                self._waiting.remove(embedding.nbytes)
+                self._queued_sizes.remove(embedding.nbytes)
             self._report(outcome, size)

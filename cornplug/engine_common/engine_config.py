@@ -3,7 +3,7 @@ or prevents sharing.
 
 Each release of an engine adds settings, and a new setting may change results. Therefore a field that is in
 none of the tables prevents sharing if it is set. The tables are in the packages for vLLM and SGLang. A test
-calls `misplaced` for the tables of every config class.
+calls `find_misplaced` for the tables of every config class.
 
 Engines with equal checkpoint files must compute equal keys. Therefore the model config that an engine runs
 (which may be patched or overridden) is compared with the config that transformers reads from the same files,
@@ -29,7 +29,9 @@ from cornplug.identity import digest
 
 AS_OVERRIDE: Final = "override"
 """Entry of `FieldTables.in_key` for a field whose value becomes part of the key unless it is the default."""
-_UNKNOWN: Final = "the setting is unknown to this release of cornplug; leave it at its default to share"
+_UNKNOWN_SETTING: Final = (
+    "the setting is unknown to this release of cornplug; leave it at its default to share"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class FieldTables:
     """The three tables (`in_key`, `harmless`, `refused`) of one config class. Every field of the class is in
     exactly one of them."""
 
-    of: str
+    class_name: str
     """Name of the config class, for messages."""
     in_key: Mapping[str, str]
     """Fields that affect the key, by name. The value is `AS_OVERRIDE`, or a text that describes how the field
@@ -48,7 +50,7 @@ class FieldTables:
     """Fields that prevent sharing if they are not at their default, each with the reason."""
     same_as_default: Mapping[str, frozenset[Any]] = field(default_factory=dict)
     """Values that are equivalent to the default, by field name."""
-    not_in_all: frozenset[str] = frozenset()
+    release_dependent: frozenset[str] = frozenset()
     """Names of fields that only some of the supported releases have."""
 
 
@@ -78,7 +80,9 @@ class SettingsVerdict:
         return dict(self.overrides)
 
 
-def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SettingsVerdict:
+def judge_fields(
+    tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> SettingsVerdict:
     """Return the verdict on the fields of one config class. `values` are the resolved values, and `defaults`
     the default values.
 
@@ -91,25 +95,25 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
         where = tables.in_key.get(name)
         if name in tables.harmless or (where is not None and where != AS_OVERRIDE):
             continue
-        if name in defaults and _same(value, defaults[name]):
+        if name in defaults and _is_same_value(value, defaults[name]):
             continue
-        full = f"{tables.of}.{name}"
-        if _means_default(tables, name, value):
+        full = f"{tables.class_name}.{name}"
+        if _is_default_equivalent(tables, name, value):
             continue
         if where is None:
             refusals[full] = tables.refused.get(
                 name,
-                _UNKNOWN,
+                _UNKNOWN_SETTING,
             )
             continue
         try:
-            overrides[full] = plain(value)
+            overrides[full] = to_json_value(value)
         except TypeError as e:
             refusals[full] = f"cornplug cannot identify its value: {e}"
     return SettingsVerdict(overrides, refusals)
 
 
-def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
+def find_misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
     """Return the errors in the tables that classify the fields of a config class, by field name: fields that
     are in no table or in several tables, and fields that the class does not have. Used by tests."""
     existing = set(fields)
@@ -118,10 +122,12 @@ def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
     wrong = {name: "not in any table" for name, count in found.items() if count == 0}
     wrong |= {name: "in more than one table" for name, count in found.items() if count > 1}
     listed = {name for place in (*places, tables.same_as_default) for name in place}
-    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"{tables.of} has no such field")
+    return wrong | dict.fromkeys(
+        listed - existing - tables.release_dependent, f"{tables.class_name} has no such field"
+    )
 
 
-def defaults_of(config_class: Any) -> dict[str, Any]:
+def default_values(config_class: Any) -> dict[str, Any]:
     """Return the default value of each field of a dataclass, including pydantic's `Field(default=...)`.
     Fields whose default needs an instance are left out."""
     found: dict[str, Any] = {}
@@ -132,13 +138,13 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
                 continue
             factory = default.default_factory or dataclasses.MISSING
             default = dataclasses.MISSING if default.default_factory else default.default
-        made = _default(default, factory)
+        made = _default_value(default, factory)
         if made is not dataclasses.MISSING:
             found[one.name] = made
     return found
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return the JSON form of a value, with enums, sets and dataclasses converted. Raises TypeError if the
     value has no JSON form."""
     if isinstance(value, enum.Enum):
@@ -150,29 +156,31 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise TypeError("a mapping has keys that are not strings")
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: to_json_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [to_json_value(inner) for inner in value]
     if isinstance(value, set | frozenset):
-        return sorted((plain(inner) for inner in value), key=repr)
+        return sorted((to_json_value(inner) for inner in value), key=repr)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name, None)) for one in dataclasses.fields(value)}
+        return {one.name: to_json_value(getattr(value, one.name, None)) for one in dataclasses.fields(value)}
     raise TypeError(f"a {type(value).__name__}")
 
 
-def _same(value: Any, other: Any) -> bool:
+def _is_same_value(value: Any, other: Any) -> bool:
     try:
         # Compare the JSON text, because Python treats True, 1 and 1.0 as equal.
-        return json.dumps(plain(value), sort_keys=True) == json.dumps(plain(other), sort_keys=True)
+        return json.dumps(to_json_value(value), sort_keys=True) == json.dumps(
+            to_json_value(other), sort_keys=True
+        )
     except TypeError:
         return value is other
 
 
-def _means_default(tables: FieldTables, name: str, value: Any) -> bool:
-    return any(_same(value, known) for known in tables.same_as_default.get(name, ()))
+def _is_default_equivalent(tables: FieldTables, name: str, value: Any) -> bool:
+    return any(_is_same_value(value, known) for known in tables.same_as_default.get(name, ()))
 
 
-def _default(default: Any, factory: Callable[[], Any] | Any) -> Any:
+def _default_value(default: Any, factory: Callable[[], Any] | Any) -> Any:
     if default is not dataclasses.MISSING:
         return default
     return dataclasses.MISSING if factory is dataclasses.MISSING else factory()
@@ -199,30 +207,30 @@ _JSON_WITH_CODE: Final = (
     "tokenizer_config.json",
     "video_preprocessor_config.json",
 )
-_TEXT: Final = ("text_config.", "llm_config.")
-_TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.")
+_TEXT_PREFIXES: Final = ("text_config.", "llm_config.")
+_TOWER_PATH: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.")
 
 
-def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
+def config_changes(patched: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes that an engine made to a config, as "path.of.field" -> the engine's value, or None
     for a removed field.
 
-    `patched` is the config that the engine runs. `read` is the config that transformers reads from the files.
-    Both are results of transformers' `to_dict`. Fields without effect are left out. Raises
+    `patched` is the config that the engine runs. `original` is the config that transformers reads from the
+    files. Both are results of transformers' `to_dict`. Fields without effect are left out. Raises
     CheckpointError("overrides") for a value without a canonical form.
     """
-    ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
+    ours, theirs = dict(_iter_leaves(patched)), dict(_iter_leaves(original))
     found: dict[str, Any] = {}
-    named, published = patched.get("architectures"), read.get("architectures")
+    named, published = patched.get("architectures"), original.get("architectures")
     if named != published and (published or unusual_classes(patched)):
         # The model's usual class is not a change, even if config.json does not name a class.
         found["architectures"] = [str(name) for name in named or ()]
     for path in sorted(ours.keys() | theirs.keys()):
-        if path in ours and path in theirs and _equal(ours[path], theirs[path]):
+        if path in ours and path in theirs and _is_equal(ours[path], theirs[path]):
             continue
         try:
             # Config classes do not distinguish None from an absent field.
-            found[path] = plain(ours.get(path))
+            found[path] = to_json_value(ours.get(path))
         except TypeError as e:
             raise CheckpointError(
                 f"cannot identify the model's config: {path} is {e}", reason="overrides"
@@ -230,19 +238,19 @@ def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def of_towers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `changes` that can affect a tower or projector. These are all entries except
-    changes to the text config."""
-    return {path: value for path, value in found.items() if not path.startswith(_TEXT)}
+def tower_changes(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `config_changes` that can affect a tower or projector. These are all entries
+    except changes to the text config."""
+    return {path: value for path, value in found.items() if not path.startswith(_TEXT_PREFIXES)}
 
 
-def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `changes` that can affect KV. These are all entries except changes to towers,
-    which already affect the keys of media."""
-    return {path: value for path, value in found.items() if not _TOWERS.match(path)}
+def language_model_changes(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `config_changes` that can affect KV. These are all entries except changes to
+    towers, which already affect the keys of media."""
+    return {path: value for path, value in found.items() if not _TOWER_PATH.match(path)}
 
 
-def length_matters(*configs: Mapping[str, Any]) -> bool:
+def depends_on_length(*configs: Mapping[str, Any]) -> bool:
     """Return whether a model's KV may depend on the engine's maximum sequence length.
 
     `configs` are the text config from `Checkpoint.kv_spec`, and further configs, such as the engine's
@@ -255,19 +263,19 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
         and value is not None
         and str(value) not in _ROPES_OF_ANY_LENGTH
         for config in configs
-        for path, value in _leaves(config)
+        for path, value in _iter_leaves(config)
         if "rope" in path
     )
 
 
-def remote_code(folder: Path) -> str | None:
+def remote_code_digest(folder: Path) -> str | None:
     """Return the digest of the Python code in a checkpoint's folder, or None if the checkpoint's JSON files
     reference no code.
 
     Call it for engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the
     code is in another repository, because any version of that code may run.
     """
-    named = {name: found for name in _JSON_WITH_CODE if (found := _code_of(folder / name))}
+    named = {name: found for name in _JSON_WITH_CODE if (found := _code_references(folder / name))}
     if not named:
         return None
     for name, found in named.items():
@@ -285,19 +293,23 @@ def remote_code(folder: Path) -> str | None:
     return digest("cornplug-remote-code-v1", repr(sorted(named.items())).encode(), *parts).hex()
 
 
-def _code_of(file: Path) -> Any:
+def _code_references(file: Path) -> Any:
     content = read_json(file) or {}
-    found = {path: value for path, value in _leaves(content, inert=True) if "auto_map" in path.split(".")}
+    found = {
+        path: value for path, value in _iter_leaves(content, inert=True) if "auto_map" in path.split(".")
+    }
     return sorted(found.items(), key=repr)
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "", *, inert: bool = False) -> Iterator[tuple[str, Any]]:
+def _iter_leaves(
+    config: Mapping[str, Any], prefix: str = "", *, inert: bool = False
+) -> Iterator[tuple[str, Any]]:
     for name, value in (config if inert else without_inert(config)).items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.", inert=inert)
+            yield from _iter_leaves(value, f"{prefix}{name}.", inert=inert)
         else:
             yield f"{prefix}{name}", value
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)

@@ -26,24 +26,24 @@ from typing import Final, NamedTuple
 _log: Final = logging.getLogger("cornplug")
 _VARIABLE: Final = "_CORNPLUG_ENGINE"
 _TOKEN_BYTES: Final = 16
-_BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
-_FLAG: Final = _BEGAN.size
+_TOKEN_AND_START: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
+_FLAG_OFFSET: Final = _TOKEN_AND_START.size
 _COSTS: Final = struct.Struct("<d?")
-_COSTS_AT: Final = 32
-_CORES: Final = 44
-_EPOCH: Final = 48
+_COSTS_OFFSET: Final = 32
+_CORES_OFFSET: Final = 44
+_EPOCH_OFFSET: Final = 48
 _SOURCE: Final = struct.Struct("<QHB")
 """Layout of the weights' source in the state page: time before the source was read, length of the source's
 name in bytes, and whether that name is a trainer's version."""
-_SOURCE_AT: Final = 56
-_NAME_AT: Final = _SOURCE_AT + _SOURCE.size
-_PAGE: Final = mmap.PAGESIZE
+_SOURCE_OFFSET: Final = 56
+_NAME_OFFSET: Final = _SOURCE_OFFSET + _SOURCE.size
+_PAGE_BYTES: Final = mmap.PAGESIZE
 FILE_CLOCK: Final = 5
 """CLOCK_REALTIME_COARSE (linux/time.h), which gives files their timestamps. It advances in ticks of 1 to
 10 ms, so it is behind `time.time_ns()`."""
-LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
+MAX_PATH_BYTES: Final = _PAGE_BYTES - _NAME_OFFSET
 """Maximum length in bytes of a path that `EngineState.end_update` accepts."""
-LONGEST_VERSION_BYTES: Final = 1024
+MAX_VERSION_BYTES: Final = 1024
 """Maximum length in bytes of a version that `EngineState.end_named_update` accepts."""
 
 
@@ -68,34 +68,36 @@ class EngineState:
         page."""
         self._page = page
         # The epoch is one machine word, so a reader in another process never sees a partial value.
-        self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
+        self._epoch = (
+            memoryview(page)[_EPOCH_OFFSET : _EPOCH_OFFSET + 8].cast("Q") if page is not None else None
+        )
         self.epoch_word: Sequence[int] = (0,) if self._epoch is None else self._epoch
         """Sequence with the current value of `epoch()` as its only item, for fast reads in each step."""
 
-    def began_ns(self) -> int:
+    def start_ns(self) -> int:
         """Return a time in nanoseconds, taken before the engine was configured and before any weight was
         read, on the clock of file timestamps."""
-        return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
+        return int(_TOKEN_AND_START.unpack_from(self._page)[1]) if self._page is not None else _IMPORT_TIME_NS
 
-    def replaced(self) -> bool:
+    def has_replaced_weights(self) -> bool:
         """Return whether the engine's weights may differ from those of the identified checkpoint. True if
         this process cannot read the state."""
         page = self._page
-        return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
+        return page is None or page[_FLAG_OFFSET] != 0 or page[_EPOCH_OFFSET] & 1 != 0
 
-    def unknown(self) -> bool:
+    def has_unknown_weights(self) -> bool:
         """Return whether the weights cannot be identified until the engine restarts."""
-        return self._page is None or self._page[_FLAG] != 0
+        return self._page is None or self._page[_FLAG_OFFSET] != 0
 
-    def note_replaced(self, value: bool = True) -> None:
+    def mark_weights_unknown(self, value: bool = True) -> None:
         """Mark the weights as unknown, which ends sharing in all processes of the engine. Tests pass False to
         reset the mark."""
         if self._page is not None:
-            self._page[_FLAG] = int(value)
+            self._page[_FLAG_OFFSET] = int(value)
             if self._epoch is not None and not value:
-                self._epoch[0] = self._page[_CORES] = 0
+                self._epoch[0] = self._page[_CORES_OFFSET] = 0
 
-    def core_began(self) -> None:
+    def record_core_start(self) -> None:
         """Record that another request scheduler has started: for a replica, or for the next engine in this
         process.
 
@@ -103,13 +105,13 @@ class EngineState:
         shares nothing after a weight update.
         """
         if self._page is not None:
-            self._page[_CORES] = min(self._page[_CORES] + 1, 255)
+            self._page[_CORES_OFFSET] = min(self._page[_CORES_OFFSET] + 1, 255)
             if self.epoch():
-                self.note_replaced()
+                self.mark_weights_unknown()
 
-    def one_core(self) -> bool:
+    def has_one_core(self) -> bool:
         """Return whether exactly one request scheduler of this engine has started."""
-        return self._page is not None and self._page[_CORES] == 1
+        return self._page is not None and self._page[_CORES_OFFSET] == 1
 
     def epoch(self) -> int:
         """Return the epoch of the weights, which is odd during an update, even otherwise, and 0 at the
@@ -132,66 +134,66 @@ class EngineState:
         the path is too long.
         """
         name = os.fsencode(path)
-        if len(name) > LONGEST_PATH_BYTES:
+        if len(name) > MAX_PATH_BYTES:
             raise ValueError(f"the path is too long: {len(name)} bytes")
-        self._end(epoch, name, began_ns, is_version=False)
+        self._finish_update(epoch, name, began_ns, is_version=False)
 
     def end_named_update(self, epoch: int, version: str) -> None:
         """End a weight update with weights that a trainer sent and named `version`. Raises ValueError if the
         version is too long. Only the engine's first rank calls this, after every rank has loaded the
         weights."""
         name = version.encode("utf-8", errors="surrogatepass")
-        if len(name) > LONGEST_VERSION_BYTES:
+        if len(name) > MAX_VERSION_BYTES:
             raise ValueError(f"the weight version is too long: {len(name)} bytes")
-        self._end(epoch, name, 0, is_version=True)
+        self._finish_update(epoch, name, 0, is_version=True)
 
-    def _end(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
+    def _finish_update(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
         if self._page is not None and self._epoch is not None:
-            _SOURCE.pack_into(self._page, _SOURCE_AT, began_ns, len(name), is_version)
-            self._page[_NAME_AT : _NAME_AT + len(name)] = name
+            _SOURCE.pack_into(self._page, _SOURCE_OFFSET, began_ns, len(name), is_version)
+            self._page[_NAME_OFFSET : _NAME_OFFSET + len(name)] = name
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
         """Return the source of the current weights, or None during an update or if the source is unknown."""
         epoch = self.epoch()
-        if self._page is None or self.replaced():
+        if self._page is None or self.has_replaced_weights():
             return None
         if not epoch:
-            return WeightSource(0, None, self.began_ns())
-        began_ns, size, is_version = _SOURCE.unpack_from(self._page, _SOURCE_AT)
-        name = bytes(self._page[_NAME_AT : _NAME_AT + size])
+            return WeightSource(0, None, self.start_ns())
+        began_ns, size, is_version = _SOURCE.unpack_from(self._page, _SOURCE_OFFSET)
+        name = bytes(self._page[_NAME_OFFSET : _NAME_OFFSET + size])
         # Another update may have begun, or even ended, while the source was read.
         if self.epoch() != epoch:
             return None
         if is_version:
             version = name.decode("utf-8", errors="surrogatepass")
-            return WeightSource(epoch, None, self.began_ns(), version)
+            return WeightSource(epoch, None, self.start_ns(), version)
         return WeightSource(epoch, os.fsdecode(name), began_ns)
 
-    def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
+    def publish_costs(self, *, encode_row_s: float, is_fetch_faster: bool) -> None:
         """Publish the measured cost of embeddings to all processes of the engine: the tower's seconds per
         row, and whether fetching from the store is faster than encoding. The process that runs the tower
         calls this. The processes that send requests to a service use the values."""
         if self._page is not None:
-            _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
+            _COSTS.pack_into(self._page, _COSTS_OFFSET, encode_row_s, not is_fetch_faster)
 
     def encode_row_s(self) -> float | None:
         """Return the measured seconds per row for the engine's own tower, or None if the tower has not run
         yet."""
-        seconds = float(_COSTS.unpack_from(self._page, _COSTS_AT)[0]) if self._page is not None else 0.0
+        seconds = float(_COSTS.unpack_from(self._page, _COSTS_OFFSET)[0]) if self._page is not None else 0.0
         return seconds or None
 
-    def fetch_pays(self) -> bool:
+    def is_fetch_faster(self) -> bool:
         """Return whether fetching an embedding from the store is faster than encoding. True until
         measured."""
-        return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_AT)[1]
+        return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_OFFSET)[1]
 
-    def _begin(self, began_ns: int) -> None:
+    def _set_start(self, began_ns: int) -> None:
         if self._page is not None:
             struct.pack_into("<Q", self._page, _TOKEN_BYTES, began_ns)
 
 
-_HERE_SINCE_NS: Final = time.clock_gettime_ns(FILE_CLOCK)
+_IMPORT_TIME_NS: Final = time.clock_gettime_ns(FILE_CLOCK)
 _lock: Final = threading.Lock()
 _state: EngineState | None = None
 
@@ -210,20 +212,20 @@ def file_clock_ns() -> int:
     return now_ns
 
 
-def begin(*, anew: bool = False) -> None:
+def record_engine_start(*, fresh: bool = False) -> None:
     """Record that an engine is about to be configured in this process. Calls in child processes
     have no effect.
 
-    With `anew`, the engine gets a new state. Engines that this process configured before keep their state.
+    With `fresh`, the engine gets a new state. Engines that this process configured before keep their state.
     """
     global _state
     now = file_clock_ns()
-    if anew and multiprocessing.parent_process() is None:
+    if fresh and multiprocessing.parent_process() is None:
         with _lock:
             _state = EngineState(_create())
     found = current()
     if os.environ[_VARIABLE].startswith(f"{os.getpid()}:"):
-        found._begin(now)
+        found._set_start(now)
 
 
 def current() -> EngineState:
@@ -240,9 +242,9 @@ def _create() -> mmap.mmap:
     token = secrets.token_bytes(_TOKEN_BYTES)
     # The memory file stays open, because child processes open it through /proc.
     fd = os.memfd_create("cornplug-engine")
-    os.ftruncate(fd, _PAGE)
-    page = mmap.mmap(fd, _PAGE)
-    _BEGAN.pack_into(page, 0, token, _HERE_SINCE_NS)
+    os.ftruncate(fd, _PAGE_BYTES)
+    page = mmap.mmap(fd, _PAGE_BYTES)
+    _TOKEN_AND_START.pack_into(page, 0, token, _IMPORT_TIME_NS)
     os.environ[_VARIABLE] = f"{os.getpid()}:{fd}:{token.hex()}"
     return page
 
@@ -251,7 +253,7 @@ def _attach() -> mmap.mmap | None:
     pid, fd, token = os.environ[_VARIABLE].split(":")
     try:
         with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
-            page = mmap.mmap(file.fileno(), _PAGE)
+            page = mmap.mmap(file.fileno(), _PAGE_BYTES)
     except (OSError, ValueError) as e:
         _log.warning("cornplug: this process cannot read its engine's state, so it shares nothing: %s", e)
         return None

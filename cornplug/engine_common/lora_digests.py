@@ -20,52 +20,52 @@ _Signature = tuple[tuple[int, ...], ...]
 _Load = tuple[str, int | str]
 """One load of an adapter: (folder with the adapter's files, the engine's id for the adapter)."""
 _WEIGHTS: Final = "adapter_model.safetensors"
-_NOTE_S: Final = 0.1
+_RECORD_TIMEOUT_S: Final = 0.1
 """Maximum seconds to wait, once per adapter, until the times and sizes of its files have been read. The
 engine loads the files afterwards."""
-_CHECK_S: Final = 0.005
+_CHECK_TIMEOUT_S: Final = 0.005
 """Maximum seconds that a request waits for the check of its adapter's files, which usually takes about 0.05
 ms."""
-_noted: Final[dict[_Load, _Signature]] = {}
+_file_states: Final[dict[_Load, _Signature]] = {}
 """State (times, sizes, inodes) of an adapter's files when this process first saw the adapter's load, by
 load."""
-_first: Final[dict[str, _Signature]] = {}
+_first_states: Final[dict[str, _Signature]] = {}
 """State of the adapter files in each folder when an adapter was first loaded from the folder, by folder."""
 _rewritten: Final[set[str]] = set()
 """Folders whose files changed between two loads, so they contained another adapter before. The engine's own
 cache may contain KV of either adapter."""
-_unseen: Final[set[_Load]] = set()
+_unchecked: Final[set[_Load]] = set()
 """Loads of adapters whose files could not be checked before the engine loaded them. KV of these adapters is
 not shared."""
-_reread: Final[set[int | str]] = set()
+_reread_ids: Final[set[int | str]] = set()
 """Ids of adapters whose files the engine reads again while it serves requests."""
-_threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
+_executor: Final = ThreadPoolExecutor(4, "cornplug-adapters")
 """Threads that read adapter files. If a file system hangs, it blocks only one of these threads."""
 
 
-def note(path: str, load: int | str = 0) -> None:
-    """Record the state of an adapter's files before an engine loads them under the id `load`.
+def record_files(path: str, load_id: int | str = 0) -> None:
+    """Record the state of an adapter's files before an engine loads them under the id `load_id`.
 
     If the files change later, KV of the adapter is not shared, because the engine may run either version.
     Raises the same CheckpointErrors as `LoraDigests.digest`.
     """
-    if (path, load) not in _noted:
-        signature = _settled_signature(path)
-        if _first.setdefault(path, signature) != signature:
+    if (path, load_id) not in _file_states:
+        signature = _stable_signature(path)
+        if _first_states.setdefault(path, signature) != signature:
             _rewritten.add(path)
-        _noted[path, load] = signature
+        _file_states[path, load_id] = signature
 
 
-def note_in_time(path: str, load: int | str) -> None:
-    """Call `note` on another thread and wait with a timeout, because the calling thread must not read files.
-    If the files cannot be read in time, KV of the adapter is not shared."""
-    if (path, load) in _noted or (path, load) in _unseen:
+def record_files_in_time(path: str, load_id: int | str) -> None:
+    """Call `record_files` on another thread and wait with a timeout, because the calling thread must not read
+    files. If the files cannot be read in time, KV of the adapter is not shared."""
+    if (path, load_id) in _file_states or (path, load_id) in _unchecked:
         return
-    noting = _threads.submit(note, path, load)
+    noting = _executor.submit(record_files, path, load_id)
     try:
-        noting.exception(_NOTE_S)  # A later call of `digest` raises the error.
+        noting.exception(_RECORD_TIMEOUT_S)  # A later call of `digest` raises the error.
     except TimeoutError:
-        _unseen.add((path, load))
+        _unchecked.add((path, load_id))
 
 
 def was_rewritten(path: str) -> bool:
@@ -73,55 +73,55 @@ def was_rewritten(path: str) -> bool:
     return path in _rewritten
 
 
-def note_reread(load: int | str) -> None:
+def record_reread(load_id: int | str) -> None:
     """Record that the engine reads the files of the adapter with this id again while it serves requests.
 
     vLLM does so in every step after a load with `load_inplace`. It is then unknown which version of the files
     vLLM runs, until the adapter is loaded under another id.
     """
-    _reread.add(load)
+    _reread_ids.add(load_id)
 
 
-def is_reread(load: int | str) -> bool:
+def is_reread(load_id: int | str) -> bool:
     """Return whether the engine reads the files of the adapter with this id again while it serves
     requests."""
-    return load in _reread
+    return load_id in _reread_ids
 
 
-def rereads() -> int:
+def reread_count() -> int:
     """Return the number of adapters whose files the engine reads again while it serves requests."""
-    return len(_reread)
+    return len(_reread_ids)
 
 
-class LaterAdapters:
+class BackgroundLoraDigests:
     """Computes digests of LoRA adapters on other threads, for a thread that must not read files."""
 
     def __init__(self) -> None:
-        self._adapters = LoraDigests()
-        self._late: dict[_Load, Future[bytes]] = {}
-        """Checks of adapter files that took longer than `_CHECK_S` and may still be running."""
+        self._lora_digests = LoraDigests()
+        self._slow_checks: dict[_Load, Future[bytes]] = {}
+        """Checks of adapter files that took longer than `_CHECK_TIMEOUT_S` and may still be running."""
 
-    def read(self, path: str, load: int | str) -> bytes:
+    def read_digest(self, path: str, load_id: int | str) -> bytes:
         """Return the same digest as `LoraDigests.digest`. Call this only on a thread that may read files."""
-        return self._adapters.digest(path, load)
+        return self._lora_digests.digest(path, load_id)
 
-    def digest(self, path: str, load: int | str = 0) -> bytes:
+    def digest(self, path: str, load_id: int | str = 0) -> bytes:
         """Return the digest of an adapter's files, without waiting for a slow file system.
 
         Raises the same errors as `LoraDigests.digest`, and CheckpointError("identifying") while files are
         read.
         """
-        note_in_time(path, load)
-        late = self._late.get((path, load))
+        record_files_in_time(path, load_id)
+        late = self._slow_checks.get((path, load_id))
         if late is not None and not late.done():
-            raise _identifying(path)
-        look = _threads.submit(self._adapters.digest, path, load)
+            raise _identifying_error(path)
+        look = _executor.submit(self._lora_digests.digest, path, load_id)
         try:
-            found = look.result(_CHECK_S)
+            found = look.result(_CHECK_TIMEOUT_S)
         except TimeoutError:
-            self._late[path, load] = look
-            raise _identifying(path) from None
-        self._late.pop((path, load), None)
+            self._slow_checks[path, load_id] = look
+            raise _identifying_error(path) from None
+        self._slow_checks.pop((path, load_id), None)
         return found
 
 
@@ -129,38 +129,38 @@ class LoraDigests:
     """Computes the digests of LoRA adapters' files, once per load of an adapter."""
 
     def __init__(self) -> None:
-        self._known: dict[_Load, bytes] = {}
+        self._digests: dict[_Load, bytes] = {}
 
-    def digest(self, path: str, load: int | str = 0) -> bytes:
-        """Return the digest of an adapter's files, which the engine loaded under the id `load`.
+    def digest(self, path: str, load_id: int | str = 0) -> bytes:
+        """Return the digest of an adapter's files, which the engine loaded under the id `load_id`.
 
         Raises CheckpointError: "lora" if the files cannot be read, "lora_files" if vLLM and SGLang would load
         different files, "lora_changed" if the files changed since the first call.
         """
-        if (path, load) in _unseen:
+        if (path, load_id) in _unchecked:
             raise CheckpointError(
                 f"adapter {path}: cornplug could not read its files before the engine loaded them",
                 reason="lora",
             )
-        note(path, load)
-        if (path, load) not in self._known:
+        record_files(path, load_id)
+        if (path, load_id) not in self._digests:
             try:
-                parts = [digest("cornplug-adapter-file-v1", f.read_bytes()) for f in _files(path)]
+                parts = [digest("cornplug-adapter-file-v1", f.read_bytes()) for f in _adapter_files(path)]
             except OSError as e:
-                raise _unreadable(path, e) from e
-            self._known[path, load] = digest("cornplug-adapter-v1", *parts)
-        if _noted[path, load] != _signature(path):
+                raise _unreadable_error(path, e) from e
+            self._digests[path, load_id] = digest("cornplug-adapter-v1", *parts)
+        if _file_states[path, load_id] != _signature(path):
             raise CheckpointError(
                 f"the files of adapter {path} changed after the engine loaded them", reason="lora_changed"
             )
-        return self._known[path, load]
+        return self._digests[path, load_id]
 
 
-def _identifying(path: str) -> CheckpointError:
+def _identifying_error(path: str) -> CheckpointError:
     return CheckpointError(f"cornplug is still reading adapter {path}", reason="identifying")
 
 
-def _files(path: str) -> list[Path]:
+def _adapter_files(path: str) -> list[Path]:
     folder = Path(path)
     others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != _WEIGHTS)
     if others:
@@ -174,13 +174,13 @@ def _files(path: str) -> list[Path]:
 
 def _signature(path: str) -> _Signature:
     try:
-        stats = [file.stat() for file in _files(path)]
+        stats = [file.stat() for file in _adapter_files(path)]
     except OSError as e:
-        raise _unreadable(path, e) from e
+        raise _unreadable_error(path, e) from e
     return tuple((s.st_mtime_ns, s.st_ctime_ns, s.st_size, s.st_ino) for s in stats)
 
 
-def _settled_signature(path: str) -> _Signature:
+def _stable_signature(path: str) -> _Signature:
     """Return `_signature`. If the files are very new, first wait up to 30 ms, because a change within the
     same clock tick would not change their timestamps."""
     for _ in range(30):
@@ -192,5 +192,5 @@ def _settled_signature(path: str) -> _Signature:
     return signature
 
 
-def _unreadable(path: str, e: OSError) -> CheckpointError:
+def _unreadable_error(path: str, e: OSError) -> CheckpointError:
     return CheckpointError(f"adapter {path}: cannot read {e.filename}: {e.strerror}", reason="lora")

@@ -32,13 +32,15 @@ from cornplug.checkpoints.families.generic import PROCESSOR_FILES
 from cornplug.checkpoints.safetensors_digest import folder_fingerprint
 from cornplug.engine_common import engine_config, engine_state
 from cornplug.errors import CheckpointError
-from cornplug.identity import canonical, digest, kv_root, of_trainer, overridden
+from cornplug.identity import canonical_json, digest, identity_with_overrides, kv_root, trainer_identity
 from cornplug.kv_page import PageGeometry
 
-_UNREAD: Final = ("_name_or_path", "transformers_version")
+_IRRELEVANT_FIELDS: Final = ("_name_or_path", "transformers_version")
 """Fields of config.json that do not affect results."""
 
-_PRECISION: Final = frozenset(f"environment{mark}{name}" for mark in " ." for name in PRECISION_VARIABLES)
+_PRECISION_OVERRIDES: Final = frozenset(
+    f"environment{mark}{name}" for mark in " ." for name in PRECISION_VARIABLES
+)
 """Names under which the environment variables in `PRECISION_VARIABLES` appear in the overrides of vLLM and
 SGLang."""
 
@@ -59,7 +61,7 @@ class TowerIdentity:
     why_no_videos: str = "unproven_family"
     """Reason why videos are not shared, if `videos` is None."""
 
-    def of(self, modality: str) -> TowerIdentity | None:
+    def for_modality(self, modality: str) -> TowerIdentity | None:
         """Return the identity of one modality's embeddings, or None if the modality is not shared."""
         return {"image": self, "video": self.videos}.get(modality)
 
@@ -74,7 +76,7 @@ def declares_quantization(hf_config: Any) -> bool:
     )
 
 
-def declares_quantised_kv(hf_config: Any) -> str:
+def quantised_kv_field(hf_config: Any) -> str:
     """Return the config field that declares scales for a quantised KV cache, or "" if there is none.
     `hf_config` is a transformers object."""
     said = getattr(hf_config, "quantization_config", None) or {}
@@ -149,19 +151,21 @@ class EngineModel:
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
-        self._refuse_later_files()
-        overrides = self._overrides(name, engine_config.of_towers(self.config_changes))
+        self._check_files_unchanged()
+        overrides = self._all_overrides(name, engine_config.tower_changes(self.config_changes))
         # The checkpoint's identity already contains these variables, as in the encoder service.
-        overrides = {n: value for n, value in overrides.items() if n not in _PRECISION}
+        overrides = {n: value for n, value in overrides.items() if n not in _PRECISION_OVERRIDES}
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
-        whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
+        whole = TowerIdentity(
+            identity_with_overrides(identity, overrides), None if overrides else identity, inputs
+        )
         try:
-            whole = replace(whole, videos=self._named(self._video_identity(name, overrides)))
+            whole = replace(whole, videos=self._versioned_tower(self._video_identity(name, overrides)))
         except CheckpointError as e:
             whole = replace(whole, why_no_videos=e.reason)
-        return self._named(whole)
+        return self._versioned_tower(whole)
 
-    def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
+    def engine_only_identity(self, engine_details: Mapping[str, Any]) -> TowerIdentity:
         """Return a tower identity that only this engine uses, for a model family that no test covers.
 
         Other engines and the encoder service never compute this identity. Preprocessing is not part of it.
@@ -177,27 +181,29 @@ class EngineModel:
             )
         name = str(self.checkpoint.config.get("model_type"))
         spec = {
-            "config": {k: v for k, v in self.checkpoint.config.items() if k not in _UNREAD},
+            "config": {k: v for k, v in self.checkpoint.config.items() if k not in _IRRELEVANT_FIELDS},
             "dtype": self.dtype,
             "numeric_class": USUAL_NUMERIC_CLASS,  # The settings are in `overrides`.
-            "engine": {"name": self.engine, **engine},
-            "overrides": self._overrides(name, self.config_changes),
+            "engine": {"name": self.engine, **engine_details},
+            "overrides": self._all_overrides(name, self.config_changes),
         }
         weights = folder_fingerprint(self.checkpoint.path)
-        self._refuse_later_files()
-        return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
+        self._check_files_unchanged()
+        return self._versioned_tower(
+            TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical_json(spec)), None)
+        )
 
-    def _named(self, tower: TowerIdentity) -> TowerIdentity:
+    def _versioned_tower(self, tower: TowerIdentity) -> TowerIdentity:
         """Return `tower`. If the weights are a trainer's version, replace the identity by an identity for
         that version, and `served_identity` by None."""
         if self.weight_version is None:
             return tower
-        return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
+        return replace(tower, identity=self._versioned_digest(tower.identity), served_identity=None)
 
-    def _of_trainer(self, identity: bytes) -> bytes:
+    def _versioned_digest(self, identity: bytes) -> bytes:
         if self.weight_version is None:
             return identity
-        return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
+        return trainer_identity(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
         """Return the identity for embeddings of videos. Raises CheckpointError if this engine does not share
@@ -213,7 +219,7 @@ class EngineModel:
         # treats them as equal.
         written = {"asked": dict(self.processor_kwargs), "json": dict(self.checkpoint.preprocessors["video"])}
         ours = {**overrides, "video": {**self.video_settings, **written}}
-        return TowerIdentity(overridden(served, ours), None if overrides else served)
+        return TowerIdentity(identity_with_overrides(served, ours), None if overrides else served)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
         """Return (language model fingerprint, KV spec without the page geometry). Reads the weights.
@@ -221,27 +227,27 @@ class EngineModel:
         Raises CheckpointError if the model's KV cannot be identified.
         """
         text_config = self.checkpoint.kv_spec()
-        changed = engine_config.of_language_model(self.config_changes)
+        changed = engine_config.language_model_changes(self.config_changes)
         spec: dict[str, Any] = {
             "config": text_config,
             "dtype": self.dtype,
-            "overrides": self._overrides(str(text_config["model_type"]), changed),
+            "overrides": self._all_overrides(str(text_config["model_type"]), changed),
         }
-        if engine_config.length_matters(text_config, self.checkpoint.config, changed):
+        if engine_config.depends_on_length(text_config, self.checkpoint.config, changed):
             spec["length"] = {
                 "max_model_len": self.max_model_len,
                 "engine": self.engine,
                 "settings": dict(self.length_settings),
-                "generation": self.checkpoint.generation,
+                "generation": self.checkpoint.generation_config,
             }
-        fingerprint = self._of_trainer(self.checkpoint.fingerprint("language_model"))
-        self._refuse_later_files()
+        fingerprint = self._versioned_digest(self.checkpoint.fingerprint("language_model"))
+        self._check_files_unchanged()
         return fingerprint, spec
 
-    def _refuse_later_files(self) -> None:
+    def _check_files_unchanged(self) -> None:
         """Raise CheckpointError("weights_changed") if a file of the checkpoint changed after the engine
         started. Call it after reading the files, so that a change while reading is detected."""
-        changed = self.checkpoint.changed_since(self.began_ns) if self.began_ns is not None else None
+        changed = self.checkpoint.find_changed_file(self.began_ns) if self.began_ns is not None else None
         if changed is not None:
             raise CheckpointError(
                 f"{changed} changed after this engine began to load the model, so the loaded weights may be "
@@ -249,7 +255,7 @@ class EngineModel:
                 reason="weights_changed",
             )
 
-    def _overrides(self, model_type: str, changed: Mapping[str, Any]) -> dict[str, Any]:
+    def _all_overrides(self, model_type: str, changed: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(self.overrides)
         if changed:
             found["config"] = dict(changed)
@@ -258,7 +264,7 @@ class EngineModel:
         return found
 
 
-class StartedModel:
+class InitialModel:
     """Description of the model as it was when this process's engine started, before any weight update.
 
     The description is kept because the engine's settings may name another folder after an update.
@@ -268,16 +274,16 @@ class StartedModel:
         self._model: EngineModel | None = None
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         """Whether this process has already described the initial model."""
         return self._model is not None
 
-    def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
+    def current(self, describe: Callable[[], EngineModel]) -> EngineModel:
         """Return the description of the model with its current weights. `describe` returns the description of
         the initial model.
 
         Raises CheckpointError("weights_updated") if the weights are unknown, and the same errors as
-        `with_weights_of` and `describe`.
+        `replace_weights` and `describe`.
         """
         state = engine_state.current()
         if state.epoch() == 0:
@@ -291,27 +297,27 @@ class StartedModel:
         if source is not None and source.version is not None:
             return self.with_version(source.version)
         if source is None or source.path is None:
-            raise _unknown("the weights were replaced")
+            raise _unknown_weights_error("the weights were replaced")
         return self.with_weights(source.path, source.began_ns)
 
     def with_weights(self, path: str, began_ns: int) -> EngineModel:
         """Return the description of the model with the weights from a folder. Raises the same errors as
-        `with_weights_of`."""
+        `replace_weights`."""
         if self._model is None:
-            raise _unknown("this process has not described the model that it started with")
-        return with_weights_of(self._model, path, began_ns)
+            raise _unknown_weights_error("this process has not described the model that it started with")
+        return replace_weights(self._model, path, began_ns)
 
     def with_version(self, version: str) -> EngineModel:
         """Return the description of the model with weights that a trainer sent and named `version`. Raises
         CheckpointError("weights_updated") if the model cannot have a version."""
         if self._model is None:
-            raise _unknown("this process has not described the model that it started with")
+            raise _unknown_weights_error("this process has not described the model that it started with")
         if self._model.checkpoint.base:
-            raise _unknown("a part of this model is stored in another checkpoint")
+            raise _unknown_weights_error("a part of this model is stored in another checkpoint")
         return replace(self._model, weight_version=version)
 
 
-def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel:
+def replace_weights(model: EngineModel, path: str, began_ns: int) -> EngineModel:
     """Return the description of `model` after the weights in the folder `path` were loaded into it.
 
     `began_ns` is a time before the folder was read (`EngineModel.began_ns`). Raises
@@ -319,45 +325,45 @@ def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel
     same errors as `Checkpoint.open`.
     """
     old = model.checkpoint
-    if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:
-        raise _unknown("the path of the folder is too long")
+    if len(os.fsencode(path)) > engine_state.MAX_PATH_BYTES:
+        raise _unknown_weights_error("the path of the folder is too long")
     if not Path(path).is_dir():
-        raise _unknown(f"the weights were replaced from {path!r}, which is not a folder")
+        raise _unknown_weights_error(f"the weights were replaced from {path!r}, which is not a folder")
     found = Checkpoint.open(path)
     if old.base or found.base:
-        raise _unknown("a part of this model is stored in another checkpoint")
+        raise _unknown_weights_error("a part of this model is stored in another checkpoint")
     new = replace(found, config=old.config, preprocessors=old.preprocessors)
     if old.tensor_layout() != new.tensor_layout():
         # Tensors that are missing in the new folder keep their old values, so the running weights would not
         # be those of any folder.
-        raise _unknown(f"{path} and {old.path} have different tensors")
+        raise _unknown_weights_error(f"{path} and {old.path} have different tensors")
     # The identity is computed from these files in the new folder, but the engine has read the files in the
     # old folder.
     read = PROCESSOR_FILES if str(old.config.get("model_type")) in model.generic_inputs else ()
     for name in (*read, "generation_config.json"):
-        if _settings(old, name) != _settings(new, name):
-            raise _unknown(f"{name} differs between {path} and {old.path}")
+        if _read_settings(old, name) != _read_settings(new, name):
+            raise _unknown_weights_error(f"{name} differs between {path} and {old.path}")
     return replace(model, checkpoint=new, began_ns=began_ns)
 
 
-def _settings(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _read_settings(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     found = read_json(checkpoint.path / name) or {}
     return {field: value for field, value in found.items() if field != "transformers_version"}
 
 
-def _unknown(why: str) -> CheckpointError:
+def _unknown_weights_error(why: str) -> CheckpointError:
     return CheckpointError(f"{why}. Restart the engine to share.", reason="weights_updated")
 
 
-_COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
+_COMPARED_ARCHITECTURES: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
 """Model architectures for which tests/integration/test_latents_of_two_engines.py compares the latents of
 both engines."""
 
-_YARN: Final = frozenset({"yarn", "deepseek_yarn"})
+_YARN_TYPES: Final = frozenset({"yarn", "deepseek_yarn"})
 """Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
 of a loaded model."""
 
-_READ_ALIKE: Final = frozenset(
+_COMMON_ROPE_FIELDS: Final = frozenset(
     {
         *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
@@ -390,7 +396,7 @@ def page_root(
     return kv_root(secret, fingerprint, {**spec, **extra}, salt)
 
 
-def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
+def only_engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
     """Return the only engine that can share this model's MLA latents, for `PageGeometry.engine`, or "" if
     both engines can share them.
 
@@ -401,12 +407,12 @@ def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
     rope, named = config.get("rope_parameters") or {}, set(config.get("architectures") or ())
     compared = (
         len(named) == 1
-        and named <= _COMPARED
+        and named <= _COMPARED_ARCHITECTURES
         # Both engines cache the rotary key with interleaved pairs. SGLang reads this field, but vLLM does
         # not.
         and config.get("rope_interleave", True) is True
         # SGLang uses a different class for unscaled rotary embeddings, which is not tested.
-        and rope.get("rope_type") in _YARN
-        and rope.keys() <= _READ_ALIKE
+        and rope.get("rope_type") in _YARN_TYPES
+        and rope.keys() <= _COMMON_ROPE_FIELDS
     )
     return "" if compared else engine

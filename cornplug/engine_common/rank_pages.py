@@ -15,13 +15,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from cornplug.codec import (
-    KEY_AT,
+    KEY_OFFSET,
     PayloadHeader,
     PayloadKind,
     decode_header,
     encode_header,
-    encode_part,
-    header_checksums,
+    encode_partial_header,
+    expected_header_checksums,
 )
 from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, RankSlice
@@ -39,7 +39,7 @@ def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) ->
 def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeometry) -> list[bytes]:
     """Return the header (`meta`) of each page, given as (key, checksums)."""
     # The headers of several pages differ only in key and checksums. Encode the other fields once.
-    before, after, sums = _around_key(page)
+    before, after, sums = _constant_header_fields(page)
     segments, digest, headers = range(page.segments), xxhash.xxh3_64_intdigest, []
     for key, checksums in pages:
         body = before + key + after + sums.pack(*map(checksums.__getitem__, segments))
@@ -47,20 +47,20 @@ def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeo
     return headers
 
 
-def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
+def partial_page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
     """Return the `meta` for one rank's part of a page (`cornplug.store.base.WriterPart`). `checksums` maps
     the index of each segment that this rank wrote to its checksum."""
-    return encode_part(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
+    return encode_partial_header(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
 
 
-def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
+def check_page_headers(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
     """Return (number of leading leases with valid page headers, error of the next lease). The error is None
     if all headers are valid.
 
     The leases must not contain absent pages. If all headers differ only in key and checksums,
     `read_page_header` is called only for the first header, because a prompt can have thousands of pages.
     """
-    if leases and _alike(leases, page):
+    if leases and _are_headers_alike(leases, page):
         return len(leases), None
     for index, lease in enumerate(leases):
         assert lease is not None
@@ -71,7 +71,7 @@ def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | N
     return len(leases), None
 
 
-def _alike(leases: Leases, page: PageGeometry) -> bool:
+def _are_headers_alike(leases: Leases, page: PageGeometry) -> bool:
     """Return whether all headers are valid and describe complete pages with the same number of segments."""
     metas = [meta for meta in leases.metas if meta is not None]
     first, lease = metas[0], leases[0]
@@ -82,18 +82,18 @@ def _alike(leases: Leases, page: PageGeometry) -> bool:
     except CodecError:
         return False
     headers = np.frombuffer(b"".join(metas), np.uint8).reshape(len(metas), -1)
-    key, sums = KEY_AT + KEY_BYTES, len(first) - 8 * segments - 8
+    key, sums = KEY_OFFSET + KEY_BYTES, len(first) - 8 * segments - 8
     return (
-        bool((headers[:, :KEY_AT] == headers[0, :KEY_AT]).all())
-        and headers[:, KEY_AT:key].tobytes() == b"".join(leases.keys)
+        bool((headers[:, :KEY_OFFSET] == headers[0, :KEY_OFFSET]).all())
+        and headers[:, KEY_OFFSET:key].tobytes() == b"".join(leases.keys)
         and bool((headers[:, key:sums] == headers[0, key:sums]).all())
-        and headers[:, -8:].tobytes() == np.array(header_checksums(metas), "<u8").tobytes()
+        and headers[:, -8:].tobytes() == np.array(expected_header_checksums(metas), "<u8").tobytes()
         and bool((leases.sizes == page.page_bytes).all())
     )
 
 
 @lru_cache
-def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
+def _constant_header_fields(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
     """Return the constant parts of page headers: (bytes before the key, bytes between key and checksums,
     struct that packs the checksums)."""
     key = bytes(range(1, 33))
@@ -110,78 +110,78 @@ def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
         raise CodecError(f"unexpected page: shape {header.shape} {header.dtype}", reason="wrong_shape")
-    if page.runs_in(len(header.checksums)) is None or lease.location.size != page.page_bytes:
+    if page.runs_for_segments(len(header.checksums)) is None or lease.location.size != page.page_bytes:
         raise CodecError("the size of a page does not match its header", reason="wrong_shape")
     return header
 
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """Reads and writes one rank's part (`held` heads and layers) of KV pages in the store."""
+    """Reads and writes one rank's part (`rank_slice` heads and layers) of KV pages in the store."""
 
     page: PageGeometry
-    held: RankSlice
+    rank_slice: RankSlice
     store: Store
 
     @property
     def segments(self) -> int:
         """Number of segments that this rank writes in each page."""
-        return len(self.held.heads) * len(self.held.runs(self.page, self.page.layer_runs))
+        return len(self.rank_slice.heads) * len(self.rank_slice.run_range(self.page, self.page.layer_runs))
 
     @property
     def size_bytes(self) -> int:
         """Size in bytes of this rank's part of a page."""
-        return len(self.held.heads) * len(self.held.layers) * self.page.layer_bytes
+        return len(self.rank_slice.heads) * len(self.rank_slice.layers) * self.page.layer_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """Shape of this rank's part of a page: (heads, layers, planes, tokens, dim)."""
-        return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
+        return len(self.rank_slice.heads), len(self.rank_slice.layers), *self.page.shape[2:]
 
-    def has_whole(self, runs: int) -> bool:
-        """Return whether the segments with this rank's layers contain no other layers, in a page with `runs`
-        segments per head."""
-        mine, size = self.held.runs(self.page, runs), self.page.layers // runs
-        return range(mine.start * size, mine.stop * size) == self.held.layers
+    def has_complete_runs(self, runs_per_head: int) -> bool:
+        """Return whether the segments with this rank's layers contain no other layers, in a page with
+        `runs_per_head` segments per head."""
+        mine, size = self.rank_slice.run_range(self.page, runs_per_head), self.page.layers // runs_per_head
+        return range(mine.start * size, mine.stop * size) == self.rank_slice.layers
 
-    def numbers(self, runs: int) -> list[int]:
+    def segment_indices(self, runs_per_head: int) -> list[int]:
         """Return the indices of the segments with this rank's heads and layers, in the order of the rank's
-        shard. The page has `runs` segments per head."""
-        return [number for of_head in self._segments(runs) for number in of_head]
+        shard. The page has `runs_per_head` segments per head."""
+        return [number for of_head in self._segment_ranges(runs_per_head) for number in of_head]
 
-    def spans(self) -> list[tuple[int, int, int]]:
+    def byte_ranges(self) -> list[tuple[int, int, int]]:
         """Return (offset in the page, offset in this rank's part, size in bytes) for each contiguous range of
         this rank's part."""
-        step, layers, heads = self.page.layer_bytes, self.held.layers, self.held.heads
+        step, layers, heads = self.page.layer_bytes, self.rank_slice.layers, self.rank_slice.heads
         head, size = self.page.layers * step, len(layers) * step
         if size == head:
             return [(heads.start * head, 0, len(heads) * head)]
         return [(at * head + layers.start * step, i * size, size) for i, at in enumerate(heads)]
 
-    def memory(self) -> torch.Tensor:
+    def allocate_shard(self) -> torch.Tensor:
         """Allocate host memory for this rank's part of one page, with shape `shape`."""
         return torch.empty(self.shape, dtype=getattr(torch, self.page.dtype))
 
-    def read(self, lease: Lease, into: torch.Tensor) -> None:
-        """Copy this rank's part of a leased page into `into`, of shape `shape`, and verify the copy.
+    def read(self, lease: Lease, target: torch.Tensor) -> None:
+        """Copy this rank's part of a leased page into `target`, of shape `shape`, and verify the copy.
 
         Raises CodecError if the page's data do not match its header, StoreUnavailable if the lease is from
         another store.
         """
-        self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
+        self.copy(lease.location, read_page_header(lease, self.page).checksums, target)
 
-    def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
+    def copy(self, location: PayloadLocation, checksums: Sequence[int], target: torch.Tensor) -> None:
         """Copy this rank's shard of a page and verify it with `checksums` from the page's header. Raises
         CodecError("corrupt"), StoreUnavailable."""
-        page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
+        page, held, digest = self.page, self.rank_slice, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
-        arena = self._arena(self.store.view(location), runs)
-        here = _rows(into)
-        whole = self.has_whole(runs)
+        arena = self._view_segments(self.store.view(location), runs)
+        here = _bytes_by_head(target)
+        whole = self.has_complete_runs(runs)
         # If the writer had other pipeline stages, segments also contain other layers. These layers are needed
         # to verify the checksums.
         copied = here.reshape(arena.shape) if whole else np.empty(arena.shape, np.uint8)
-        for numbers, heads_copied, head in zip(self._segments(runs), copied, arena, strict=True):
+        for numbers, heads_copied, head in zip(self._segment_ranges(runs), copied, arena, strict=True):
             for number, one, source in zip(numbers, heads_copied, head, strict=True):
                 one[:] = source
                 if digest(one) != checksums[number]:
@@ -198,10 +198,10 @@ class RankPages:
         """
         sums: dict[int, int] = {}
         digest, runs = xxhash.xxh3_64_intdigest, self.page.layer_runs
-        arena = self._arena(self.store.view(location, writable=True), runs)
-        here = _rows(source).reshape(arena.shape)
+        arena = self._view_segments(self.store.view(location, writable=True), runs)
+        here = _bytes_by_head(source).reshape(arena.shape)
         # Compute the checksum of a segment and copy it while it is in a CPU cache.
-        for numbers, head, target in zip(self._segments(runs), here, arena, strict=True):
+        for numbers, head, target in zip(self._segment_ranges(runs), here, arena, strict=True):
             for number, one, room in zip(numbers, head, target, strict=True):
                 sums[number] = digest(one)
                 room[:] = one
@@ -215,21 +215,24 @@ class RankPages:
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
-    def _segments(self, runs: int) -> list[range]:
+    def _segment_ranges(self, runs_per_head: int) -> list[range]:
         """Return the indices of the segments with this rank's layers, for each of its heads, in a page with
-        `runs` segments per head."""
-        mine = self.held.runs(self.page, runs)
-        return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
+        `runs_per_head` segments per head."""
+        mine = self.rank_slice.run_range(self.page, runs_per_head)
+        return [
+            range(head * runs_per_head + mine.start, head * runs_per_head + mine.stop)
+            for head in self.rank_slice.heads
+        ]
 
-    def _arena(self, payload: memoryview, runs: int) -> Bytes:
+    def _view_segments(self, payload: memoryview, runs_per_head: int) -> Bytes:
         """Return a view of the segments that contain this rank's heads and layers in a stored page with
-        `runs` segments per head, of shape (heads, runs, bytes)."""
-        heads, mine = self.held.heads, self.held.runs(self.page, runs)
-        whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, runs, -1)
+        `runs_per_head` segments per head, of shape (heads, runs, bytes)."""
+        heads, mine = self.rank_slice.heads, self.rank_slice.run_range(self.page, runs_per_head)
+        whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, runs_per_head, -1)
         return whole[heads.start : heads.stop, mine.start : mine.stop]
 
 
-def _rows(part: torch.Tensor) -> Bytes:
+def _bytes_by_head(shard: torch.Tensor) -> Bytes:
     """Return a writable view of a rank's part in host memory, of shape (heads, bytes per head)."""
-    array: Bytes = part.view(torch.uint8).numpy()
-    return array.reshape(len(part), -1)
+    array: Bytes = shard.view(torch.uint8).numpy()
+    return array.reshape(len(shard), -1)

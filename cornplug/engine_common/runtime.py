@@ -14,8 +14,8 @@ from cornplug.errors import ConfigError, CornplugError, StoreUnavailable
 from cornplug.kv_page import PageSize
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
-from cornplug.store.backends import open_store
 from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, ReserveTerms, Store
+from cornplug.store.client import open_store
 from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
@@ -25,7 +25,7 @@ entries."""
 _log = logging.getLogger("cornplug")
 
 
-class OffStore(Store):
+class NullStore(Store):
     """Store that is always unavailable. The required methods raise StoreUnavailable with the text `why`.
     `close` does nothing, and the store has no optional capabilities."""
 
@@ -82,12 +82,12 @@ class EngineRuntime:
             # A bad secret file must not stop the engine from starting.
             _log.error("cornplug: this engine shares nothing: %s", e)
             self.secret = secrets.token_bytes(32)
-            self.store = OffStore(str(e))
+            self.store = NullStore(str(e))
 
-    def another_connection(self) -> Store:
+    def open_connection(self) -> Store:
         """Open another connection to the store, for a thread that must not wait for other threads'
         requests."""
-        off = isinstance(self.store, OffStore)
+        off = isinstance(self.store, NullStore)
         return self.store if off else open_store(self.config.store, connect_timeout_s=0)
 
     @property
@@ -102,7 +102,7 @@ class EngineRuntime:
 
 
 @contextmanager
-def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
+def count_as_miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
     """Return a context manager that counts a CornplugError raised inside its block as a miss and suppresses
     it."""
     try:
@@ -111,11 +111,13 @@ def miss(tally: Tally, app: str, kind: str) -> Iterator[None]:
         tally.count("cornplug_misses_total", app, kind, e.reason)
 
 
-def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:
+def log_store_size(
+    runtime: EngineRuntime, page: PageSize, engine_tokens: int, logger: logging.Logger
+) -> None:
     """Log how many tokens of the engine's model fit into the store. Call this when the engine starts.
 
-    Logs a warning if fewer than `own_tokens` tokens fit, the capacity of the engine's own KV cache. The store
-    then evicts pages earlier than the engine does. Waits at most `background_timeout_s` for the store.
+    Logs a warning if fewer than `engine_tokens` tokens fit, the capacity of the engine's own KV cache. The
+    store then evicts pages earlier than the engine does. Waits at most `background_timeout_s` for the store.
     """
     try:
         stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
@@ -124,7 +126,7 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
         return
     tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
     size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"
-    if tokens >= own_tokens:
+    if tokens >= engine_tokens:
         logger.info("cornplug: the store's size is %s", size)
         return
     logger.warning(
@@ -132,5 +134,5 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
         "To share more than the most recent prompts, increase store.size_bytes "
         "(`cornplug serve-store --size`).",
         size,
-        f"{own_tokens:,}",
+        f"{engine_tokens:,}",
     )

@@ -10,7 +10,7 @@ from cornplug.config import Config, load_portable
 from cornplug.encoder_service.client.engine_encoder import check_remote
 from cornplug.errors import ConfigError
 
-SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
+SHARED_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "--cornplug-app": (
         "engine.app",
         "Name of the app that this server serves, for metrics and namespaces (default: 'default').",
@@ -73,34 +73,34 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
 """(setting "section.field", help text) for each flag."""
 
 
-def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser, switch: str, **switch_arguments: Any) -> None:
     """Add cornplug's option group to a parser: the flag `switch` that turns cornplug on, then the flags in
-    `SETTINGS`."""
+    `SHARED_FLAGS`."""
     group = parser.add_argument_group(
         title="cornplug",
         description="Share image embeddings and prefix KV cache with other vLLM and SGLang servers.",
     )
     group.add_argument(switch, **switch_arguments)
-    for flag, (setting, text) in SETTINGS.items():
+    for flag, (setting, text) in SHARED_FLAGS.items():
         metavar = setting.split(".")[1].upper()
-        group.add_argument(flag, dest=dest(flag), type=str, default=None, metavar=metavar, help=text)
+        group.add_argument(flag, dest=flag_dest(flag), type=str, default=None, metavar=metavar, help=text)
 
 
-def extra_config(args: argparse.Namespace) -> dict[str, str]:
-    """Return {"section.field": value} for those flags in `SETTINGS` that the command line sets."""
-    values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
+def settings_from_flags(args: argparse.Namespace) -> dict[str, str]:
+    """Return {"section.field": value} for those flags in `SHARED_FLAGS` that the command line sets."""
+    values = {setting: getattr(args, flag_dest(flag), None) for flag, (setting, _) in SHARED_FLAGS.items()}
     said = {setting: value for setting, value in values.items() if value is not None}
     if "://" in said.get("encoder.socket", ""):
         said["encoder.engine_urls"] = said.pop("encoder.socket")
     return said
 
 
-def dest(flag: str) -> str:
-    """Return the attribute name (argparse's `dest`) for a flag."""
+def flag_dest(flag: str) -> str:
+    """Return the attribute name (argparse's `flag_dest`) for a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
-def settings(extra: Mapping[str, Any]) -> Config:
+def load_settings(extra: Mapping[str, Any]) -> Config:
     """Return the Config for settings given as {"section.field": value}.
 
     Raises ConfigError for an unknown or invalid setting, and in the same cases as `check_remote`.

@@ -30,14 +30,14 @@ from cornplug.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-_UNNAMED = "default"
+_DEFAULT_VERSION = "default"
 """Weight version that both engines use if the trainer sets none."""
 
 
-def replaced() -> bool:
+def has_replaced_weights() -> bool:
     """Return whether the engine's weights may differ from the identified checkpoint. Any process of the
     engine can record this."""
-    return engine_state.current().replaced()
+    return engine_state.current().has_replaced_weights()
 
 
 def epoch() -> int:
@@ -45,48 +45,51 @@ def epoch() -> int:
     return engine_state.current().epoch()
 
 
-def begin_update(by: str, log: logging.Logger) -> int:
-    """Begin an epoch in which the call named `by` replaces the engine's weights, and return the epoch. No
-    process of the engine shares until the update ends."""
-    if not replaced():
-        log.info("cornplug: %s is replacing the weights; this engine shares nothing until it finishes", by)
+def begin_update(call_name: str, log: logging.Logger) -> int:
+    """Begin an epoch in which the call named `call_name` replaces the engine's weights, and return the epoch.
+    No process of the engine shares until the update ends."""
+    if not has_replaced_weights():
+        log.info(
+            "cornplug: %s is replacing the weights; this engine shares nothing until it finishes", call_name
+        )
     return engine_state.current().begin_update()
 
 
-def note_replaced(by: str, log: logging.Logger) -> None:
-    """End sharing in every process of this engine, because the call named `by` replaces its weights."""
-    end_sharing(f"weights replaced by {by}", log)
+def record_replacement(call_name: str, log: logging.Logger) -> None:
+    """End sharing in every process of this engine, because the call named `call_name` replaces its
+    weights."""
+    end_sharing(f"weights replaced by {call_name}", log)
 
 
 def end_sharing(why: str, log: logging.Logger) -> None:
     """End sharing in every process of this engine until it restarts. The first call logs the reason `why`."""
     state = engine_state.current()
-    if not state.unknown():
+    if not state.has_unknown_weights():
         log.warning("cornplug: %s; this engine shares nothing until restart", why)
-    state.note_replaced()
+    state.mark_weights_unknown()
 
 
-def unusable_version(version: object, before: object) -> str:
+def version_problem(version: object, previous: object) -> str:
     """Return the reason why a trainer's weight version cannot identify the updated weights, or "" if it can.
 
-    `before` is the engine's weight version before the update.
+    `previous` is the engine's weight version before the update.
     """
     if not isinstance(version, str) or not version.strip():
         return "the update had no weight_version"
-    if version == _UNNAMED:
-        return f"{_UNNAMED!r} is the default weight_version"
-    if version == before:
+    if version == _DEFAULT_VERSION:
+        return f"{_DEFAULT_VERSION!r} is the default weight_version"
+    if version == previous:
         return f"weight_version {version!r} did not change with the weights"
-    if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.LONGEST_VERSION_BYTES:
+    if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.MAX_VERSION_BYTES:
         return "the weight_version is too long"
     return ""
 
 
 T = TypeVar("T")
 
-FIRST_WAIT_S: Final = 2.0
+INITIAL_WAIT_S: Final = 2.0
 """Maximum seconds that all callers together wait for a checkpoint whose fingerprint is not cached."""
-_NOT_SHARED: Final = {
+_NOT_SHARED_MESSAGES: Final = {
     "KV": "cornplug: KV of this engine is not shared: %s",
     "embeddings": "cornplug: embeddings of this engine are not shared: %s",
 }
@@ -97,64 +100,64 @@ class BackgroundIdentity(Generic[T]):
 
     Args:
         identify: returns the model's identity. Raises CheckpointError if the model cannot be identified.
-        shared: kind of entries whose keys need the identity, for the log.
+        kind: kind of entries whose keys need the identity, for the log.
         log: logger method that logs the reason if the model cannot be identified.
     """
 
     def __init__(
         self,
         identify: Callable[[], T],
-        shared: Literal["KV", "embeddings"],
+        kind: Literal["KV", "embeddings"],
         log: Callable[[str, object], None],
     ) -> None:
         self._identify = identify
-        self._failed: CheckpointError | None = None
-        self._log, self._message = log, _NOT_SHARED[shared]
-        self._ended = threading.Event()
-        self._waits_until_s: float | None = None
-        self.found: T | None = None
+        self._error: CheckpointError | None = None
+        self._log, self._message = log, _NOT_SHARED_MESSAGES[kind]
+        self._finished = threading.Event()
+        self._wait_end_s: float | None = None
+        self.value: T | None = None
         """Identity of the model, or None if it is not identified yet or cannot be identified."""
         threading.Thread(target=self._run, name="cornplug-identify", daemon=True).start()
 
     @property
     def failure(self) -> str:
         """Reason why the model cannot be identified, or "" if identification has not failed."""
-        return self._failed.reason if self._failed is not None else ""
+        return self._error.reason if self._error is not None else ""
 
     def get(self) -> T:
         """Return the model's identity. Raises CheckpointError: "identifying" until `identify` returns, then
         the error that `identify` raised. Any other exception from `identify` becomes "identity_error"."""
-        if self.found is not None:
-            return self.found
-        raise self._failed or CheckpointError("the checkpoint is still being read", reason="identifying")
+        if self.value is not None:
+            return self.value
+        raise self._error or CheckpointError("the checkpoint is still being read", reason="identifying")
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `identify` has finished, and return whether it did within the timeout."""
-        return self._ended.wait(timeout_s)
+        return self._finished.wait(timeout_s)
 
-    def first_wait(self) -> bool:
-        """Wait for `identify` for the rest of `FIRST_WAIT_S`, and return whether it has finished."""
-        return self.wait(self.first_wait_s())
+    def wait_initially(self) -> bool:
+        """Wait for `identify` for the rest of `INITIAL_WAIT_S`, and return whether it has finished."""
+        return self.wait(self.initial_wait_s())
 
-    def first_wait_s(self) -> float:
-        """Return the rest of `FIRST_WAIT_S` in seconds, counted from the first call. Return 0 if `identify`
+    def initial_wait_s(self) -> float:
+        """Return the rest of `INITIAL_WAIT_S` in seconds, counted from the first call. Return 0 if `identify`
         has finished."""
         now = time.monotonic()
-        if self._waits_until_s is None:
-            self._waits_until_s = now + FIRST_WAIT_S
-        return 0.0 if self._ended.is_set() else max(0.0, self._waits_until_s - now)
+        if self._wait_end_s is None:
+            self._wait_end_s = now + INITIAL_WAIT_S
+        return 0.0 if self._finished.is_set() else max(0.0, self._wait_end_s - now)
 
     def _run(self) -> None:
         failed = CheckpointError("the model could not be identified", reason="identity_error")
         try:
-            self.found = self._identify()
+            self.value = self._identify()
         except CheckpointError as e:
             failed = e
             self._log(self._message, e)
         finally:
-            if self.found is None:
-                self._failed = failed
-            self._ended.set()
+            if self.value is None:
+                self._error = failed
+            self._finished.set()
 
 
 class CurrentIdentity(Generic[T]):
@@ -167,64 +170,66 @@ class CurrentIdentity(Generic[T]):
     def __init__(
         self,
         identify: Callable[[], T],
-        shared: Literal["KV", "embeddings"],
+        kind: Literal["KV", "embeddings"],
         log: Callable[[str, object], None],
     ) -> None:
-        self._identify, self._shared, self._log = identify, shared, log
+        self._identify, self._kind, self._log = identify, kind, log
         self._lock = threading.Lock()
-        self._at = self._begin(epoch())
+        self._current = self._start_identifying(epoch())
 
-    def now(self) -> tuple[int, BackgroundIdentity[T]]:
+    def current(self) -> tuple[int, BackgroundIdentity[T]]:
         """Return (epoch of the weights, identity of the model with these weights). During an update, return
         the values of the previous epoch."""
         current = epoch()
-        if current != self._at[0] and not current & 1:
+        if current != self._current[0] and not current & 1:
             with self._lock:
-                if current != self._at[0]:
-                    self._at = self._begin(current)
-        return self._at
+                if current != self._current[0]:
+                    self._current = self._start_identifying(current)
+        return self._current
 
     def get(self) -> tuple[int, T]:
         """Return (epoch of the weights, identity of the model with these weights).
 
         Raises the same errors as `BackgroundIdentity.get`, and CheckpointError("weights_updated") during an
         update or if the source of the weights is unknown."""
-        current, identity = self.now()
+        current, identity = self.current()
         found = identity.get()
-        if replaced() or epoch() != current:
-            raise _updated()
+        if has_replaced_weights() or epoch() != current:
+            raise _updated_error()
         return current, found
 
-    def _begin(self, current: int) -> tuple[int, BackgroundIdentity[T]]:
+    def _start_identifying(self, current: int) -> tuple[int, BackgroundIdentity[T]]:
         def identify() -> T:
             found = self._identify()
             source = engine_state.current().source()
             # `identify` may have read the weights of a later epoch. In epoch 0, a process that cannot read
             # the shared state has no weight source.
             if current and (source is None or source.epoch != current):
-                raise _updated()
+                raise _updated_error()
             return found
 
-        return current, BackgroundIdentity(identify, self._shared, self._log)
+        return current, BackgroundIdentity(identify, self._kind, self._log)
 
 
-def _updated() -> CheckpointError:
+def _updated_error() -> CheckpointError:
     return CheckpointError("the weights were replaced", reason="weights_updated")
 
 
-_LARGEST_BYTES: Final = 1 << 20
+_MAX_NORM_BYTES: Final = 1 << 20
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def check_loaded(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
+def check_loaded_weights(
+    model: torch.nn.Module, get_checkpoint: Callable[[], Checkpoint], log: logging.Logger
+) -> None:
     """End sharing in all processes of this engine if the loaded weights differ from the checkpoint's files.
 
-    `identified` returns the model's checkpoint. If it raises CheckpointError, nothing is compared, because
-    the engine shares nothing anyway.
+    `get_checkpoint` returns the model's checkpoint. If it raises CheckpointError, nothing is compared,
+    because the engine shares nothing anyway.
     """
     try:
-        checkpoint = identified()
-        name, compared = differing(model, checkpoint)
+        checkpoint = get_checkpoint()
+        name, compared = find_difference(model, checkpoint)
     except CheckpointError as e:
         log.debug("cornplug: did not compare loaded weights: %s", e)
         return
@@ -234,7 +239,7 @@ def check_loaded(model: torch.nn.Module, identified: Callable[[], Checkpoint], l
         log.debug("cornplug: %d tensors in memory match the files", compared)
 
 
-def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
+def find_difference(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
     """Return (name of the first norm in memory that differs from its file, number of compared tensors). The
     name is None if all norms match.
 
@@ -249,28 +254,28 @@ def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | Non
         for start in range(len(parts)):
             by_end.setdefault(".".join(parts[start:]), []).append(parameter)
     compared = 0
-    for name, file, entry in _norms(checkpoint):
+    for name, file, entry in _iter_norms(checkpoint):
         found = by_end.get(name, [])
         if len(found) != 1 or tuple(found[0].shape) != tuple(entry.shape) or found[0].is_meta:
             continue
         compared += 1
         here = found[0].detach().cpu()
-        if not torch.equal(_read(file, entry).to(here.dtype), here):
+        if not torch.equal(_read_tensor(file, entry).to(here.dtype), here):
             return name, compared
     return None, compared
 
 
-def _norms(checkpoint: Checkpoint) -> Iterator[tuple[str, Path, Any]]:
+def _iter_norms(checkpoint: Checkpoint) -> Iterator[tuple[str, Path, Any]]:
     known = str(checkpoint.config.get("model_type")) in FAMILIES
     parts: tuple[Part, ...] = ("language_model", "tower") if known else ("language_model",)
     for part in parts:
         for name, file, entry in checkpoint.tensors(part):
-            small = len(entry.shape) == 1 and entry.size_bytes <= _LARGEST_BYTES
+            small = len(entry.shape) == 1 and entry.size_bytes <= _MAX_NORM_BYTES
             if small and "norm" in name and name.endswith(".weight") and entry.dtype in _DTYPES:
                 yield name, file, entry
 
 
-def _read(file: Path, entry: Any) -> torch.Tensor:
+def _read_tensor(file: Path, entry: Any) -> torch.Tensor:
     import torch
 
     try:

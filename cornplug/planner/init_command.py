@@ -20,9 +20,9 @@ from typing import Final
 from cornplug.errors import ConfigError
 from cornplug.planner.candidates.replica_configs import TP_WITHOUT_NVLINK
 from cornplug.planner.inputs import gpu_catalog, toml_reader
-from cornplug.planner.inputs.component_shapes import weights_bytes
+from cornplug.planner.inputs.component_shapes import StartingModel, starting_model, weights_bytes
 from cornplug.planner.inputs.components import TP_DEGREES
-from cornplug.planner.inputs.field_types import nearest
+from cornplug.planner.inputs.field_types import suggest_known_name
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
 from cornplug.planner.inputs.schema import (
     GpuSpec,
@@ -32,14 +32,13 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
-from cornplug.planner.known_models import StartingModel, starting_model
 from cornplug.planner.perf_model.roofline import compute_efficiency
 
 _MODEL_LEN: Final = 8192
 _PROMPT_TOKENS: Final = 1000
 _TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
 _TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
-_SLACK: Final = 3.0
+_SLO_SLACK: Final = 3.0
 """Minimum ratio of a placeholder SLO to the estimated time of the computation alone. The difference is for
 queueing and batching."""
 _HEAD: Final = """\
@@ -155,7 +154,7 @@ def main(argv: list[str]) -> int:
     if not gpus:
         raise ConfigError("--gpus", "contains no GPU", "Write, for example, --gpus H100,L40S.")
     model = starting_model(args.model)
-    folder = _from(out.parent, Path(args.model)) if Path(args.model).is_dir() else None
+    folder = _relative_to(out.parent, Path(args.model)) if Path(args.model).is_dir() else None
     command = shlex.join(["cornplug", "plan", "init", args.model, "--gpus", ",".join(gpus)])
     text = _first_input(model, gpus, folder=folder, file=out.name, command=command)
     try:
@@ -169,7 +168,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _from(start: Path, folder: Path) -> str:
+def _relative_to(start: Path, folder: Path) -> str:
     """Return the path of `folder` relative to the folder `start`. An absolute path stays absolute."""
     return str(folder) if folder.is_absolute() else os.path.relpath(folder, start)
 
@@ -283,8 +282,8 @@ def _application(name: str, model: StartingModel, options: Sequence[_HostingOpti
     return _APPLICATION.format(
         llm=json.dumps(name),
         structures=json.dumps(["monolith", "E+PD"] if model.tower else ["monolith"]),
-        ttft=next((s for s in _TTFT_S if s >= _SLACK * ttft), _TTFT_S[-1]),
-        tpot=next((s for s in _TPOT_S if s >= _SLACK * tpot), _TPOT_S[-1]),
+        ttft=next((s for s in _TTFT_S if s >= _SLO_SLACK * ttft), _TTFT_S[-1]),
+        tpot=next((s for s in _TPOT_S if s >= _SLO_SLACK * tpot), _TPOT_S[-1]),
         prompt=prompt,
         most_prompt=4 * prompt,
         mean_output=min(250, prompt // 2),
@@ -341,22 +340,22 @@ class _HostingOption:
 
     gpu: GpuSpec
     quantisation: Quantisation
-    most_tp: int
+    max_tp: int
     """Largest tensor-parallel degree of the model in one machine with this GPU type."""
 
     def step_s(self, llm: LLMShape) -> float:
-        """Return the estimated seconds of a decode step at `most_tp`: the time to read the active weights
+        """Return the estimated seconds of a decode step at `max_tp`: the time to read the active weights
         once."""
         active = (llm.active_parameters or llm.parameters) / llm.parameters
-        read = weights_bytes(llm, self.quantisation, tp=self.most_tp) * active
+        read = weights_bytes(llm, self.quantisation, tp=self.max_tp) * active
         return read / (_ROOFLINE.bandwidth_efficiency * self.gpu.bandwidth_gb_s * 1e9)
 
     def prefill_s(self, llm: LLMShape, tokens: int) -> float:
-        """Return the estimated seconds to compute a prompt at `most_tp`, with two operations for each weight
+        """Return the estimated seconds to compute a prompt at `max_tp`, with two operations for each weight
         and token."""
         flops = 2 * (llm.active_parameters or llm.parameters) * tokens
         efficiency = compute_efficiency(self.gpu, fp8=False, experts=llm.active_parameters is not None)
-        return flops / (efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
+        return flops / (efficiency * self.gpu.bf16_tflops * 1e12 * self.max_tp)
 
 
 def _priced_machines(gpus: Sequence[str]) -> list[_PricedMachine]:
@@ -371,7 +370,7 @@ def _priced_machines(gpus: Sequence[str]) -> list[_PricedMachine]:
     for gpu in dict.fromkeys(gpus):
         rows = sorted((row for row in table if row.gpu == gpu), key=lambda row: row.gpus)
         if not rows:
-            remedy = f"{nearest(gpu, known)} Add other GPUs to the file as [[gpus]] and [[pool]]."
+            remedy = f"{suggest_known_name(gpu, known)} Add other GPUs to the file as [[gpus]] and [[pool]]."
             raise ConfigError("--gpus", f"no GPU {gpu!r} in the price table", remedy)
         found += [_PricedMachine(tuple(of)) for _, of in groupby(rows, key=lambda row: row.gpus)]
     return found
@@ -384,10 +383,10 @@ def _hosting_options(
 
     `published` is the quantisation of the published weights.
     """
-    if found := _able(llm, published, machines):
+    if found := _find_fitting_options(llm, published, machines):
         return found
     every = _priced_machines([row.gpu for row in gpu_catalog.price_table()])
-    able = ", ".join(option.gpu.name for option in _able(llm, published, every))
+    able = ", ".join(option.gpu.name for option in _find_fitting_options(llm, published, every))
     remedy = (
         f"GPUs with enough memory: {able}."
         if able
@@ -398,7 +397,9 @@ def _hosting_options(
     raise ConfigError("--gpus", f"weights of {gib:.0f} GiB do not fit on one machine with {names}", remedy)
 
 
-def _able(llm: LLMShape, published: Quantisation, machines: Sequence[_PricedMachine]) -> list[_HostingOption]:
+def _find_fitting_options(
+    llm: LLMShape, published: Quantisation, machines: Sequence[_PricedMachine]
+) -> list[_HostingOption]:
     table = gpu_catalog.gpu_table()
     most = {machine.gpu: machine.gpus for machine in machines}  # the last machine of a GPU is the largest
     found = (_option(llm, published, table[gpu], gpus) for gpu, gpus in most.items())

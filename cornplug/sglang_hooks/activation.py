@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from cornplug.config import Config
 from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import ConfigError
 from cornplug.identity import digest
 from cornplug.metrics import Tally
@@ -37,8 +37,8 @@ _GROUP = "CORNPLUG_SGLANG_GROUP"
 
 HTTP_WORKERS: Final = "cornplug.sglang_hooks.http_workers:app"
 _APPLICATION_VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
-_IMAGES: Final = "images"
-"""Name of the plugin part (`plugin.py`) that the front ends need."""
+_IMAGE_PART: Final = "images"
+"""Name of the plugin part (`check_plugin.py`) that the front ends need."""
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -48,7 +48,7 @@ def turn_on(extra: Mapping[str, str]) -> None:
 
     Raises ConfigError if a setting is unknown or invalid.
     """
-    if settings(extra).engine.tower == "service":
+    if load_settings(extra).engine.tower == "service":
         raise ConfigError(
             "--cornplug-tower",
             "SGLang has its own flags to run without a tower",
@@ -56,7 +56,7 @@ def turn_on(extra: Mapping[str, str]) -> None:
         )
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
     os.environ.pop(_PARTS, None)
-    _settled.cache_clear()
+    _load_config.cache_clear()
 
 
 def turn_off() -> None:
@@ -66,19 +66,19 @@ def turn_off() -> None:
     _unhook_front_ends()
 
 
-def need(parts: Iterable[str]) -> None:
-    """Publish to the server's child processes which parts of the plugin they need (`plugin.py`)."""
+def publish_parts(parts: Iterable[str]) -> None:
+    """Publish to the server's child processes which parts of the plugin they need (`check_plugin.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
 
-def needed() -> frozenset[str] | None:
+def selected_parts() -> frozenset[str] | None:
     """Return the plugin parts that the main process has selected, or None before it has selected any."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
 
 
-def group() -> bytes:
+def rank_group_id() -> bytes:
     """Return the 32-byte id that this replica's tensor-parallel ranks use in the store.
 
     Each data-parallel replica of a server has a different id. The id is b"" in a process that was not started
@@ -101,14 +101,14 @@ def is_on() -> bool:
 
 def config() -> Config:
     """Return the server's settings. The first call in this process reads them. Requires `is_on`."""
-    return _settled(os.environ[_VARIABLE])
+    return _load_config(os.environ[_VARIABLE])
 
 
 @lru_cache(maxsize=1)
-def _settled(extra: str) -> Config:
+def _load_config(extra: str) -> Config:
     # The settings are cached, because a later change of a settings file must not raise an exception on the
     # scheduler's thread.
-    return settings(json.loads(extra))
+    return load_settings(json.loads(extra))
 
 
 @cache
@@ -130,14 +130,14 @@ def tally() -> Tally:
     return _tally
 
 
-def hook_front_ends(server_args: Any, needed: Iterable[str]) -> None:
+def hook_front_ends(server_args: Any, parts: Iterable[str]) -> None:
     """If the server shares images, let its tokenizer workers import cornplug's application.
 
     Call this in the main process before it starts other processes. If a front end does not load plugins, this
     logs a warning with the responsible flag.
     """
     _unhook_front_ends()
-    if _IMAGES not in needed:
+    if _IMAGE_PART not in parts:
         return
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.environ import envs

@@ -2,7 +2,7 @@
 of hooks, and the salt of a request.
 
 SGLang loads plugins by entry point, and its hook registry can hook any of SGLang's functions. Each module of
-this package lists its hooks (`HOOKS`), and `plugin.py` registers them.
+this package lists its hooks (`HOOKS`), and `check_plugin.py` registers them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from cornplug.checkpoints.tested_releases import VersionRange, validated
+from cornplug.checkpoints.tested_releases import VersionRange, compared_families
 
 logger = logging.getLogger("sglang.cornplug")
 
@@ -44,7 +44,7 @@ def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
     The kinds "own image", "own video" and "own audio" are for embeddings that only SGLang servers share.
     Their keys depend on the tensors that enter the tower (`tests/integration/test_own_towers.py`).
     """
-    return validated("sglang", SUPPORTED_VERSIONS.installed(), dtype, kind)
+    return compared_families("sglang", SUPPORTED_VERSIONS.installed_version(), dtype, kind)
 
 
 class Hook(NamedTuple):
@@ -63,7 +63,7 @@ class Hook(NamedTuple):
     kind: Literal["before", "after", "around", "replace"]
     function: Callable[..., Any]
     reads: tuple[str, ...] = ()
-    """Names of the target's parameters that `function` reads by name (see `arguments`)."""
+    """Names of the target's parameters that `function` reads by name (see `bind_arguments`)."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,7 +71,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a call of `target` by parameter name, including default values.
 
     Hooks read arguments by name, because SGLang's signatures change between releases.

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from cornplug.engine_common.shared_flags import add_group, dest, extra_config
+from cornplug.engine_common.shared_flags import add_flags, flag_dest, settings_from_flags
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
 from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook, logger
@@ -31,14 +31,14 @@ def share(extra: Mapping[str, str] | None = None) -> None:
 
     Raises ConfigError if a setting is unknown or invalid.
     """
-    if why := SUPPORTED_VERSIONS.refusal():
+    if why := SUPPORTED_VERSIONS.explain_mismatch():
         _run_as_stock(why)
         return
     activation.turn_on(extra or {})
 
 
 def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    add_group(
+    add_flags(
         parser,
         ENABLE,
         action="store_true",
@@ -49,8 +49,8 @@ def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    extra = extra_config(args)
-    if extra or getattr(args, dest(ENABLE), False):
+    extra = settings_from_flags(args)
+    if extra or getattr(args, flag_dest(ENABLE), False):
         share(extra)
     else:
         activation.turn_off()
@@ -58,8 +58,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 
 
 def _from_cli_args_as_stock(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    if extra_config(args) or getattr(args, dest(ENABLE), False):
-        _run_as_stock(SUPPORTED_VERSIONS.refusal())
+    if settings_from_flags(args) or getattr(args, flag_dest(ENABLE), False):
+        _run_as_stock(SUPPORTED_VERSIONS.explain_mismatch())
     return original(cls, args)
 
 
@@ -68,13 +68,13 @@ def _run_as_stock(why: str) -> None:
     logger.warning("cornplug: %s has no effect, and this server runs as stock SGLang: %s", ENABLE, why)
 
 
-_ADD: Final = Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args)
+_ADD_ARGS_HOOK: Final = Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args)
 STOCK_HOOKS: tuple[Hook, ...] = (
-    _ADD,
+    _ADD_ARGS_HOOK,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args_as_stock),
 )
 """Hooks for SGLang versions outside the tested range."""
 HOOKS: tuple[Hook, ...] = (
-    _ADD,
+    _ADD_ARGS_HOOK,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),
 )

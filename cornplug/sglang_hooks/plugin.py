@@ -26,7 +26,7 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
 from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
-_ROOM: Final = "cornplug.sglang_hooks"
+_PACKAGE: Final = "cornplug.sglang_hooks"
 
 # Modules whose `HOOKS` a part uses, by part. "module:NAME" is another tuple of hooks in a module.
 _MODULES: Final = {
@@ -52,16 +52,16 @@ def register() -> None:
     hooks that the server needs."""
     from cornplug.sglang_hooks import flags
 
-    if SUPPORTED_VERSIONS.refusal():
+    if SUPPORTED_VERSIONS.explain_mismatch():
         register_hooks(flags.STOCK_HOOKS)
         return
-    register_hooks((*flags.HOOKS, *_HOOKS))
-    parts = activation.needed() if activation.is_on() else None
+    register_hooks((*flags.HOOKS, *_RESOLUTION_HOOKS))
+    parts = activation.selected_parts() if activation.is_on() else None
     if parts is not None:
         register_parts(parts)
 
 
-def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
+def _wrap_resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     """Select and install the hooks that the server needs, around SGLang's resolution of its settings.
 
     Resolution is the last step before SGLang freezes the settings and starts processes, both for command
@@ -73,17 +73,17 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     from cornplug.engine_common import engine_state
     from cornplug.sglang_hooks.kv import hicache_config
 
-    engine_state.begin(anew=True)
+    engine_state.record_engine_start(fresh=True)
     install(_RESOLUTION)
-    hicache_config.check(server_args, activation.config())
+    hicache_config.check_flags(server_args, activation.config())
     original(server_args)
-    parts = needed(server_args)
-    activation.need(parts)
+    parts = select_parts(server_args)
+    activation.publish_parts(parts)
     activation.hook_front_ends(server_args, parts)
     install(parts)
 
 
-def needed(server_args: Any) -> frozenset[str]:
+def select_parts(server_args: Any) -> frozenset[str]:
     """Return the parts that a server with these resolved settings needs."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
@@ -95,9 +95,9 @@ def needed(server_args: Any) -> frozenset[str]:
     # SGLang does not resolve a model for these paths.
     if str(settled.model_path).lower() in ("none", "dummy"):
         return frozenset(found)
-    if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
+    if settled.enable_hierarchical_cache and hicache_config.is_cornplug_storage(settled):
         found.add("kv")
-        if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
+        if settled.hicache_write_policy == hicache_config.SECOND_REQUEST_POLICY:
             found.add("idle_backups")
         # Adapters may be loaded at run time only if LoRA was enabled at start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
@@ -110,7 +110,7 @@ def needed(server_args: Any) -> frozenset[str]:
         # LLaVA's processor decodes images in separate processes.
         family = str(model.hf_config.model_type)
         dtype, device = dtype_name(model.dtype), str(settled.device)
-        if preprocessing.on_cpu(activation.config(), device=device, family=family, dtype=dtype):
+        if preprocessing.preprocesses_on_cpu(activation.config(), device=device, family=family, dtype=dtype):
             found.add("cpu_images")
         found |= {"llava"} if "llava" in family else set()
         encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
@@ -128,12 +128,12 @@ def install(parts: Iterable[str]) -> None:
 
     register_parts(parts)
     HookRegistry.apply_hooks()
-    verify()
+    verify_hooks()
 
 
 def register_parts(parts: Iterable[str]) -> None:
     """Register the hooks of these parts with SGLang, and a hook that verifies that they are installed."""
-    register_hooks((*hooks(parts), _LAST))
+    register_hooks((*hooks_of(parts), _VERIFY_HOOK))
 
 
 def register_hooks(added: tuple[Hook, ...]) -> None:
@@ -148,31 +148,33 @@ def register_hooks(added: tuple[Hook, ...]) -> None:
             _registered[name] = hook
 
 
-def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
+def hooks_of(parts: Iterable[str]) -> tuple[Hook, ...]:
     """Return the hooks of these parts."""
     found: list[Hook] = []
     for place in (place for part in sorted(parts) for place in _MODULES[part]):
         module, _, name = place.partition(":")
-        found += getattr(importlib.import_module(f"{_ROOM}.{module}"), name or "HOOKS")
+        found += getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name or "HOOKS")
     return tuple(found)
 
 
-def verify(*_args: Any, **_kwargs: Any) -> None:
+def verify_hooks(*_args: Any, **_kwargs: Any) -> None:
     """Raise ConfigError unless every hook of this process is installed and fits its target's parameters."""
     missing = sorted(name for name, hook in _registered.items() if not is_applied(hook))
     if missing:
         raise ConfigError(
             ENABLE,
-            f"cornplug cannot hook these functions of SGLang {SUPPORTED_VERSIONS.installed()}: "
+            f"cornplug cannot hook these functions of SGLang {SUPPORTED_VERSIONS.installed_version()}: "
             f"{', '.join(missing)}",
             "See SGLang's log for the reason. Remove the flag, or the plugin that replaces the same "
             "function (SGLANG_PLUGINS).",
         )
-    unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
+    unlike = sorted(
+        f"{name}: {why}" for name, hook in _registered.items() if (why := signature_problem(hook))
+    )
     if unlike:
         raise ConfigError(
             ENABLE,
-            f"SGLang {SUPPORTED_VERSIONS.installed()} has functions with other parameters: "
+            f"SGLang {SUPPORTED_VERSIONS.installed_version()} has functions with other parameters: "
             f"{'; '.join(unlike)}",
             "Install a release of cornplug that supports it, or remove the flag.",
         )
@@ -194,7 +196,7 @@ def is_applied(hook: Hook) -> bool:
     return False
 
 
-def misfit(hook: Hook) -> str:
+def signature_problem(hook: Hook) -> str:
     """Return the reason why a hook cannot accept the calls of its target, or "" if it can.
 
     The check passes every parameter of the target, by position and by name. Therefore an added or renamed
@@ -223,8 +225,10 @@ def misfit(hook: Hook) -> str:
     return ""
 
 
-_HOOKS: Final = (Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _resolve_once),)
+_RESOLUTION_HOOKS: Final = (
+    Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _wrap_resolve_once),
+)
 
 
 # Each process calls `publish` as its first step after it has loaded its plugins.
-_LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)
+_VERIFY_HOOK: Final = Hook("sglang.srt.runtime_context.publish", "before", verify_hooks)

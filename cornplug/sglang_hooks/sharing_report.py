@@ -15,7 +15,7 @@ from cornplug.sglang_hooks.kv import exclusions
 from cornplug.sglang_hooks.media.media_digests import own_tower
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
 from cornplug.sglang_hooks.model.model_config import runs_generic_backend
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, rejected_verdicts, verdict_of_checks
 
 
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
@@ -31,19 +31,19 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
         server_args = prepare_server_args(["--model-path", model, *flags])
         server_args.resolve_once()
     except (ValueError, OSError, NotImplementedError, RuntimeError, AssertionError, ConfigError) as e:
-        return does_not_run("SGLang", e)
+        return rejected_verdicts("SGLang", e)
     resolved, running = resolved_view(server_args), model_config_of(server_args)
-    kv = asked(
+    kv = verdict_of_checks(
         "KV",
-        lambda: _check(server_args),
+        lambda: _check_kv(server_args),
         lambda: engine_model(resolved, running).kv_identity(),
     )
     if not running.is_multimodal:
         return [kv, SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)]
-    return [kv, asked("embeddings", lambda: _identify(resolved, running))]
+    return [kv, verdict_of_checks("embeddings", lambda: _check_embeddings(resolved, running))]
 
 
-def _identify(resolved: Any, running: Any) -> None:
+def _check_embeddings(resolved: Any, running: Any) -> None:
     """Raise CheckpointError if the server would not share embeddings."""
     model = engine_model(resolved, running)
     own = own_tower(model, resolved, generic=runs_generic_backend(running))
@@ -54,10 +54,10 @@ def _identify(resolved: Any, running: Any) -> None:
             raise
 
 
-def _check(server_args: Any) -> None:
+def _check_kv(server_args: Any) -> None:
     """Raise LayoutError with the reason if the server would not share KV."""
     engine = settings.load().engine
     if not engine.share_kv:
         raise LayoutError("engine.share_kv is false", reason="disabled")
-    if why := exclusions.excluded(server_args, engine.page_tokens):
+    if why := exclusions.exclusion_reason(server_args, engine.page_tokens):
         raise LayoutError(why)

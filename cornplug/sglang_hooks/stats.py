@@ -27,16 +27,16 @@ _histograms: dict[str, Histogram] = {}
 class ServerTally(Tally):
     """A `Tally` whose counts also appear in the server's `/metrics`."""
 
-    def count(self, name: str, *labels: str, by: float = 1) -> None:
+    def count(self, name: str, *labels: str, amount: float = 1) -> None:
         """Add to a counter of the tally, and to the same counter in the server's `/metrics`."""
-        super().count(name, *labels, by=by)
+        super().count(name, *labels, amount=amount)
         if is_shown():
-            _counter(name).labels(*labels).inc(by)
+            _counter(name).labels(*labels).inc(amount)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a sample to a histogram. The tally keeps at most `_MAX_SAMPLES` samples until the next
         drain."""
-        self._check(name, labels, "histogram")
+        self._check_metric(name, labels, "histogram")
         with self._lock:
             samples = self._samples.setdefault((name, labels), [])
             if len(samples) < _MAX_SAMPLES:

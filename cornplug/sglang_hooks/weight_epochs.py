@@ -42,43 +42,43 @@ import torch
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import declares_quantization
-from cornplug.engine_common.weights_guard import differing
+from cornplug.engine_common.weights_guard import find_difference
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, engine_model, started_model
-from cornplug.sglang_hooks.model.weight_updates import changes_model, loses_weights, trusts_versions
+from cornplug.sglang_hooks.model.weight_updates import changes_model, discards_weights, trusts_versions
 
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DISK_CALL: Final = "update_weights_from_disk"
 _trained: Final[set[bool]] = set()
 
 
-def _loaded(_result: Any, runner: Any) -> None:
+def _on_weights_loaded(_result: Any, runner: Any) -> None:
     """Compare the loaded weights with the files, unless SGLang fetches the weights later, during graph
     capture."""
     if runner.startup_weight_load is None:
-        _check(runner)
+        _check_loaded(runner)
 
 
-def _check(runner: Any) -> None:
+def _check_loaded(runner: Any) -> None:
     # No identity covers a draft model's weights.
     if activation.is_on() and not runner.is_draft_worker:
-        weights_guard.check_loaded(runner.model, _checkpoint, logger)
+        weights_guard.check_loaded_weights(runner.model, _checkpoint, logger)
 
 
 def _checkpoint() -> Checkpoint:
     return engine_model().checkpoint
 
 
-def _fetched(_result: Any, runner: Any) -> None:
-    _check(runner)
+def _on_weights_fetched(_result: Any, runner: Any) -> None:
+    _check_loaded(runner)
 
 
 LOADED_HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_RUNNER}.load_model", "after", _loaded),
-    Hook(f"{_RUNNER}.finalize_startup_weight_load", "after", _fetched),
+    Hook(f"{_RUNNER}.load_model", "after", _on_weights_loaded),
+    Hook(f"{_RUNNER}.finalize_startup_weight_load", "after", _on_weights_fetched),
 )
 
 
@@ -90,31 +90,31 @@ def _begin_in_tokenizer(manager: Any, obj: Any, request: Any = None) -> None:
     weights_guard.begin_update(_DISK_CALL, logger)
 
 
-def _update_from_disk(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+def _wrap_update_from_disk(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Wrap SGLang's update of a rank's weights. Sharing resumes if all ranks vote yes."""
     if not activation.is_on():
         return original(manager, recv_req)
     began_ns = engine_state.file_clock_ns()
     epoch = weights_guard.begin_update(_DISK_CALL, logger)
     path = str(Path(recv_req.model_path).resolve())
-    excluded, why = _excluded_request(manager, recv_req), "SGLang failed"
+    excluded, why = _request_exclusion(manager, recv_req), "SGLang failed"
     try:
         result = original(manager, recv_req)
-        why = excluded or _unlike(manager, recv_req, result, path, began_ns)
+        why = excluded or _difference_from_folder(manager, recv_req, result, path, began_ns)
     finally:
         # Every rank votes, even after an error, because the other ranks wait for its vote.
-        _forget()
-        _settle_disk_update(manager.tp_cpu_group, epoch, path, began_ns, why)
+        _drop_derived_state()
+        _vote_disk_update(manager.tp_cpu_group, epoch, path, began_ns, why)
     return result
 
 
-def _excluded_request(manager: Any, recv_req: Any) -> str:
+def _request_exclusion(manager: Any, recv_req: Any) -> str:
     """Return the reason why cornplug cannot identify the weights that the request loads, or "" if it can."""
     if recv_req.load_format not in READS_SAFETENSORS:
         return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
         return "a trainer sent tensors before, and some of them may still be in use"
-    return _excluded_server(manager)
+    return _server_exclusion(manager)
 
 
 def _note_trained() -> None:
@@ -122,14 +122,14 @@ def _note_trained() -> None:
     _trained.add(True)
 
 
-def _excluded_server(manager: Any) -> str:
+def _server_exclusion(manager: Any) -> str:
     """Return the reason why cornplug cannot identify new weights of this server, or "" if it can."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
-        "cornplug could not identify the previous weights": engine_state.current().unknown(),
+        "cornplug could not identify the previous weights": engine_state.current().has_unknown_weights(),
         # Only the ranks of one tensor-parallel group vote together.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
@@ -144,7 +144,7 @@ def _excluded_server(manager: Any) -> str:
     return next((why for why, holds in found.items() if holds), "")
 
 
-def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
+def _difference_from_folder(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
     """Return why this rank's weights may differ from the folder's weights, or "" if they match."""
     if not (result.success and recv_req.flush_cache):
         return "SGLang did not load the weights and flush its cache"
@@ -152,8 +152,8 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
         return "the path now refers to another folder"
     try:
         checkpoint = started_model().with_weights(path, began_ns).checkpoint
-        name, compared = differing(manager.tp_worker.model_runner.model, checkpoint)
-        changed = checkpoint.changed_since(began_ns)
+        name, compared = find_difference(manager.tp_worker.model_runner.model, checkpoint)
+        changed = checkpoint.find_changed_file(began_ns)
     except CheckpointError as e:
         return str(e)
     if name is not None:
@@ -163,7 +163,7 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
     return "" if compared else "no tensor could be compared"
 
 
-def _forget() -> None:
+def _drop_derived_state() -> None:
     """Drop the page hashes, placeholders and embeddings of the previous weights in this rank."""
     from sglang.srt.managers import mm_schedule
 
@@ -171,14 +171,14 @@ def _forget() -> None:
     from cornplug.sglang_hooks.media import placeholder_tokens
 
     page_hash_index.forget_pages()
-    placeholder_tokens.forget()
+    placeholder_tokens.forget_all()
     # For a request that began before the update, this cache has rows of the new tower under the old tower's
     # key.
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
 
 
-def _settle_disk_update(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
+def _vote_disk_update(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
     """Let the ranks vote on the update.
 
     The first rank publishes the new folder if all votes are yes. Otherwise every rank ends sharing.
@@ -200,7 +200,7 @@ DISK_HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
         "update_weights_from_disk",
         "around",
-        _update_from_disk,
+        _wrap_update_from_disk,
     ),
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
@@ -214,15 +214,15 @@ DISK_HOOKS: tuple[Hook, ...] = (
 
 
 @dataclass
-class _Update:
+class _TrainerUpdate:
     """Update of this rank's weights after which sharing has not resumed yet."""
 
     epoch: int
-    before: str
+    version_before: str
     """Version that SGLang reported for the weights before the update."""
     versions: frozenset[str]
     """Versions that the update's calls contained."""
-    failed: bool = False
+    has_failed: bool = False
     is_over: bool = False
     waits_for_flush: bool = False
 
@@ -232,52 +232,52 @@ class _Update:
 
 
 @dataclass
-class _Rank:
+class _RankState:
     """State of weight updates in this rank's process."""
 
-    update: _Update | None = None
-    flushed_at: int | None = None
+    update: _TrainerUpdate | None = None
+    flushed_at_pass: int | None = None
     """Number of forward passes that SGLang had run at its last flush, or None before the first flush."""
 
 
-_rank: Final = _Rank()
+_rank: Final = _RankState()
 
 
-def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+def _wrap_weight_change(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Wrap each call that replaces weights of this rank."""
     if not (trusts_versions() and changes_model(recv_req)):
         return original(manager, recv_req)
-    update = _begun(recv_req)
-    result = _watched(original, manager, recv_req, update)
+    update = _current_update(recv_req)
+    result = _run_call(original, manager, recv_req, update)
     if given := getattr(recv_req, "weight_version", None):
         update.versions |= {given}
     if result.success and getattr(recv_req, "flush_cache", False):
-        _rank.flushed_at = manager.scheduler.forward_ct
+        _rank.flushed_at_pass = manager.scheduler.forward_ct
     if manager._session is None:
-        _over(manager, update)
+        _finish_update(manager, update)
     return result
 
 
-def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+def _wrap_session_end(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Wrap the call that ends a session."""
     update = _rank.update
     if update is None or not trusts_versions():
         return original(manager, recv_req)
-    result = _watched(original, manager, recv_req, update)
-    _over(manager, update)
+    result = _run_call(original, manager, recv_req, update)
+    _finish_update(manager, update)
     return result
 
 
-def _begun(recv_req: Any) -> _Update:
+def _current_update(recv_req: Any) -> _TrainerUpdate:
     """Return the update to which a call belongs. The first call begins an update."""
     _note_trained()
     epoch = weights_guard.begin_update(type(recv_req).__name__.removesuffix("ReqInput"), logger)
     if _rank.update is None or _rank.update.is_over:
-        _rank.update = _Update(epoch, _version_now(), frozenset())
+        _rank.update = _TrainerUpdate(epoch, _current_version(), frozenset())
     return _rank.update
 
 
-def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: _Update) -> Any:
+def _run_call(original: Callable[..., Any], manager: Any, recv_req: Any, update: _TrainerUpdate) -> Any:
     """Run a call. If the call fails, end sharing, because it may have replaced some of the weights.
 
     A rank on which the call failed still votes, because the other ranks wait for its vote.
@@ -288,48 +288,48 @@ def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: 
         done = result.success
     finally:
         if not done:
-            update.failed = True
+            update.has_failed = True
             weights_guard.end_sharing(f"{type(recv_req).__name__} failed", logger)
     return result
 
 
-def _version_now() -> str:
+def _current_version() -> str:
     from sglang.srt.runtime_context import get_serving
 
     return str(get_serving().weight_version)
 
 
-def _over(manager: Any, update: _Update) -> None:
+def _finish_update(manager: Any, update: _TrainerUpdate) -> None:
     """Vote on an update after its last call has finished, and again if its version is set later."""
     update.is_over = True
-    _settle_trainer_update(manager, update, is_empty=_is_empty(manager, update))
+    _vote_trainer_update(manager, update, has_no_old_kv=_has_no_old_kv(manager, update))
 
 
-def _is_empty(manager: Any, update: _Update) -> bool:
+def _has_no_old_kv(manager: Any, update: _TrainerUpdate) -> bool:
     """Return whether this rank holds no KV that was computed with the previous weights.
 
     If nothing was computed since the last flush, this flushes the cache again. The second flush takes little
     time. It drops KV that SGLang may have fetched for waiting requests since the first flush.
     """
-    nothing_new = _rank.flushed_at == manager.scheduler.forward_ct
+    nothing_new = _rank.flushed_at_pass == manager.scheduler.forward_ct
     return bool(update.version() and nothing_new and manager.flush_cache(empty_cache=False))
 
 
-def _settle_trainer_update(manager: Any, update: _Update, *, is_empty: bool) -> None:
+def _vote_trainer_update(manager: Any, update: _TrainerUpdate, *, has_no_old_kv: bool) -> None:
     """Let the ranks vote on an update, and resume sharing if they agree on its version.
 
     The first rank publishes the version. Sharing ends if a rank rejects the update or received another
     version. Sharing stays paused if the update has no usable version, or if a rank still has to flush its
     cache.
     """
-    excluded = "one of the calls failed" if update.failed else _excluded_server(manager)
-    why = weights_guard.unusable_version(update.version(), update.before)
+    excluded = "one of the calls failed" if update.has_failed else _server_exclusion(manager)
+    why = weights_guard.version_problem(update.version(), update.version_before)
     if len(update.versions) > 1:
         why = f"its calls had {len(update.versions)} different versions"
-    if is_empty:
-        _forget()
+    if has_no_old_kv:
+        _drop_derived_state()
     name = int.from_bytes(digest("cornplug-version-vote-v1", repr(update.version()).encode())[:7])
-    vote = torch.tensor([not excluded, not why, is_empty, name, -name], dtype=torch.int64)
+    vote = torch.tensor([not excluded, not why, has_no_old_kv, name, -name], dtype=torch.int64)
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=manager.tp_cpu_group)
     may, named, empty, least, most = vote.tolist()
     update.waits_for_flush = False
@@ -355,26 +355,26 @@ def _settle_trainer_update(manager: Any, update: _Update, *, is_empty: bool) -> 
             )
 
 
-def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make SGLang's handler of `/flush_cache` call `_flushed`, which wraps SGLang's own function.
+def _before_wrapper_created(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make SGLang's handler of `/flush_cache` call `_wrap_flush`, which wraps SGLang's own function.
 
     This hooks the handler's constructor. Another module already hooks `Scheduler.flush_cache`, and SGLang
     supports only one hook per function and process.
     """
-    return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}
+    return (_wrapper,), {**kwargs, "flush_cache": partial(_wrap_flush, kwargs["flush_cache"])}
 
 
-def _flushed(flush: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_flush(flush: Any, *args: Any, **kwargs: Any) -> Any:
     done, scheduler = flush(*args, **kwargs), flush.__self__
     if done:
-        _rank.flushed_at = scheduler.forward_ct
+        _rank.flushed_at_pass = scheduler.forward_ct
         update = _rank.update
         if update is not None and update.waits_for_flush:
-            _settle_trainer_update(scheduler.weight_updater, update, is_empty=True)
+            _vote_trainer_update(scheduler.weight_updater, update, has_no_old_kv=True)
     return done
 
 
-def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+def _wrap_version_update(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Wrap `/update_weight_version`, which sets the version of the current update.
 
     The update may still be in progress, or may have ended without a version.
@@ -385,22 +385,22 @@ def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         return result
     if update.is_over:
         update.versions = frozenset({recv_req.new_version})
-        _over(scheduler.weight_updater, update)
+        _finish_update(scheduler.weight_updater, update)
     else:
         update.versions |= {recv_req.new_version}
     return result
 
 
-def _released(_self: Any, recv_req: Any) -> None:
+def _before_release(_self: Any, recv_req: Any) -> None:
     """Drop the pending update when SGLang releases the weights."""
-    if loses_weights(recv_req):
+    if discards_weights(recv_req):
         _rank.update = None
 
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _FLUSHES: Final = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"
-_CHANGES: Final = (
+_HOOKED_CALLS: Final = (
     "begin_weight_update",
     "update_weights_from_distributed",
     "update_weights_from_tensor",
@@ -408,9 +408,9 @@ _CHANGES: Final = (
 )
 
 TRAINER_HOOKS: tuple[Hook, ...] = (
-    *(Hook(f"{_UPDATER}.{name}", "around", _changed) for name in _CHANGES),
-    Hook(f"{_UPDATER}.end_weight_update", "around", _ended),
-    Hook(f"{_UPDATER}.release_memory_occupation", "before", _released),
-    Hook(f"{_FLUSHES}.__init__", "before", _wrapper_made),
-    Hook(f"{_SCHEDULER}.handle_update_weight_version", "around", _named),
+    *(Hook(f"{_UPDATER}.{name}", "around", _wrap_weight_change) for name in _HOOKED_CALLS),
+    Hook(f"{_UPDATER}.end_weight_update", "around", _wrap_session_end),
+    Hook(f"{_UPDATER}.release_memory_occupation", "before", _before_release),
+    Hook(f"{_FLUSHES}.__init__", "before", _before_wrapper_created),
+    Hook(f"{_SCHEDULER}.handle_update_weight_version", "around", _wrap_version_update),
 )

@@ -57,9 +57,9 @@ KEY_BYTES = 32
 PROMOTED = 1 << 63
 """Bit that is set in the generation of an entry that was recalled from disk or from a far store. The
 generation then does not show the entry's age."""
-PLACE: Final = struct.Struct("=QQQ")
+LOCATION: Final = struct.Struct("=QQQ")
 """Encoded location of a payload: offset, size, generation. All are 0 if there is no payload."""
-NO_PLACE: Final = bytes(PLACE.size)
+NO_LOCATION: Final = bytes(LOCATION.size)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -103,7 +103,7 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
     """One writer's part of entries that a group of connections writes together.
 
     An example is the heads of one tensor-parallel rank. The writer commits the result of
-    `cornplug.codec.encode_part`.
+    `cornplug.codec.encode_partial_header`.
     """
 
     group: bytes
@@ -169,7 +169,7 @@ class PurgeCount(msgspec.Struct, frozen=True, array_like=True):
     """Number of further entries that were being written. Their reservations end, so the commits fail."""
 
 
-class Unfound(enum.Enum):
+class LookupMiss(enum.Enum):
     """Reason why `Store.find_unleased` did not return an entry."""
 
     ABSENT = "absent"
@@ -202,10 +202,10 @@ class Tier(enum.IntEnum):
     before it can be read."""
 
 
-class Posted(Protocol[T_co]):
+class PostedRequest(Protocol[T_co]):
     """Handle of a request that was sent. The reply is read later."""
 
-    def take(self) -> T_co | None:
+    def poll(self) -> T_co | None:
         """Return the reply, or None if it has not arrived. Never waits.
 
         Raises StoreUnavailable if no reply arrived within the request's deadline, or if no reply can arrive
@@ -213,14 +213,14 @@ class Posted(Protocol[T_co]):
         """
 
 
-class Answered(Generic[T]):
-    """Reply that has already arrived, as a `Posted`."""
+class CompletedRequest(Generic[T]):
+    """Reply that has already arrived, as a `PostedRequest`."""
 
-    def __init__(self, answer: T) -> None:
-        self._answer = answer
+    def __init__(self, reply: T) -> None:
+        self._reply = reply
 
-    def take(self) -> T:
-        return self._answer
+    def poll(self) -> T:
+        return self._reply
 
 
 class Store(ABC):
@@ -294,12 +294,12 @@ class Store(ABC):
 
     # -- capabilities -----------------------------------------------------------------------
 
-    def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
+    def find_unleased(self, key: bytes) -> UnleasedEntry | LookupMiss:
         """Return the entry of a key without a message and without a lease. ABSENT counts as a miss.
 
         Raises StoreUnavailable if the store cannot be used.
         """
-        return Unfound.UNKNOWN
+        return LookupMiss.UNKNOWN
 
     @property
     def can_peek(self) -> bool:
@@ -330,12 +330,13 @@ class Store(ABC):
         """
 
     @property
-    def far_answers(self) -> bool:
+    def is_far_up(self) -> bool:
         """Whether a far store is currently responding."""
         return False
 
-    def seek(self, keys: Sequence[bytes]) -> int:
-        """Start a lookup of absent entries in far stores, and immediately return its ticket for `answered`.
+    def start_far_lookup(self, keys: Sequence[bytes]) -> int:
+        """Start a lookup of absent entries in far stores, and immediately return its ticket for
+        `is_far_lookup_done`.
 
         If all these keys were looked up within the last second, this returns the ticket of the earlier
         lookup, or 0 if the earlier lookup is complete. It also returns 0 if no far store responds. A few
@@ -343,7 +344,7 @@ class Store(ABC):
         """
         return 0
 
-    def answered(self, ticket: int) -> bool:
+    def is_far_lookup_done(self, ticket: int) -> bool:
         """Return whether the lookup with this ticket is complete, so that `tiers` shows all entries that it
         found.
 
@@ -353,15 +354,15 @@ class Store(ABC):
 
     def post_reserve(
         self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
-    ) -> Posted[list[Reservation | ReserveRefusal]]:
+    ) -> PostedRequest[list[Reservation | ReserveRefusal]]:
         """Send a `reserve` request without waiting for the reply."""
-        return Answered(self.reserve(entries, terms, deadline_s=deadline_s))
+        return CompletedRequest(self.reserve(entries, terms, deadline_s=deadline_s))
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
-    ) -> Posted[list[bool]]:
+    ) -> PostedRequest[list[bool]]:
         """Send a `commit` request without waiting for the reply."""
-        return Answered(self.commit(written, deadline_s=deadline_s))
+        return CompletedRequest(self.commit(written, deadline_s=deadline_s))
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
         """Delete the entries that match `rule` and that existed when this call began.
@@ -371,7 +372,7 @@ class Store(ABC):
         """
         raise NotImplementedError
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
         """Return the writable memory of this arena, for a device that copies payloads itself. Returns None if
         the store has another arena, or does not map its arena.
 
@@ -381,9 +382,9 @@ class Store(ABC):
         return None
 
 
-def place(location: PayloadLocation) -> bytes:
-    """Encode a location as a `PLACE`, without its arena."""
-    return PLACE.pack(location.offset, location.size, location.generation)
+def encode_location(location: PayloadLocation) -> bytes:
+    """Encode a location as a `LOCATION`, without its arena."""
+    return LOCATION.pack(location.offset, location.size, location.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,33 +395,33 @@ class Leases(Sequence[Lease | None]):
     keys: Sequence[bytes]
     metas: Sequence[bytes | None]
     """Header of each entry, or None if the key is absent."""
-    places: bytes
-    """Concatenated locations, with one `PLACE` per key."""
+    locations: bytes
+    """Concatenated locations, with one `LOCATION` per key."""
     tokens: Sequence[int]
     """One token per key, or 0 if there is no lease."""
 
     @classmethod
-    def joined(cls, arena_id: bytes, parts: Sequence[Leases]) -> Leases:
+    def concat(cls, arena_id: bytes, replies: Sequence[Leases]) -> Leases:
         """Return the leases of several replies as one sequence. All replies must be for the same arena."""
-        keys = list(chain.from_iterable(part.keys for part in parts))
-        metas = list(chain.from_iterable(part.metas for part in parts))
-        tokens = list(chain.from_iterable(part.tokens for part in parts))
-        return cls(arena_id, keys, metas, b"".join([part.places for part in parts]), tokens)
+        keys = list(chain.from_iterable(part.keys for part in replies))
+        metas = list(chain.from_iterable(part.metas for part in replies))
+        tokens = list(chain.from_iterable(part.tokens for part in replies))
+        return cls(arena_id, keys, metas, b"".join([part.locations for part in replies]), tokens)
 
     @property
-    def held(self) -> list[int]:
+    def unique_tokens(self) -> list[int]:
         """Tokens to release, without duplicates."""
         return [token for token in dict.fromkeys(self.tokens) if token]
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
         """Sizes of the payloads in bytes."""
-        return np.frombuffer(self.places, np.uint64)[1::3]
+        return np.frombuffer(self.locations, np.uint64)[1::3]
 
     @property
     def generations(self) -> NDArray[np.uint64]:
         """Generations of the payloads, or 0 if there is no payload."""
-        return np.frombuffer(self.places, np.uint64)[2::3]
+        return np.frombuffer(self.locations, np.uint64)[2::3]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -432,14 +433,14 @@ class Leases(Sequence[Lease | None]):
     def __getitem__(self, index: int | slice) -> Lease | Leases | None:
         if isinstance(index, slice):
             start, stop, _ = index.indices(len(self))
-            places = self.places[start * PLACE.size : stop * PLACE.size]
+            places = self.locations[start * LOCATION.size : stop * LOCATION.size]
             keys, metas, tokens = self.keys[index], self.metas[index], self.tokens[index]
             return Leases(self.arena_id, keys, metas, places, tokens)
         at = range(len(self))[index]
         return next(iter(self[at : at + 1]))
 
     def __iter__(self) -> Iterator[Lease | None]:
-        rows = zip(self.tokens, self.keys, self.metas, PLACE.iter_unpack(self.places), strict=True)
+        rows = zip(self.tokens, self.keys, self.metas, LOCATION.iter_unpack(self.locations), strict=True)
         for token, key, meta, (offset, size, generation) in rows:
             if meta is None:
                 yield None

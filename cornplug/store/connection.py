@@ -27,12 +27,11 @@ from typing import Final, TypeVar
 import msgspec
 
 from cornplug.errors import ConfigError, ProtocolError, StoreUnavailable
-from cornplug.local_socket import foreign_user
+from cornplug.local_socket import foreign_peer_uid
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena, MappedFences
 from cornplug.store.base import Reservation
-from cornplug.store.entry_table import MappedEntryTable
-from cornplug.store.use_notes import NO_PAGE, ClientNotes
+from cornplug.store.entry_table import NO_NOTES_PAGE, ClientNotes, MappedEntryTable
 
 _CHUNK_BYTES: Final = 256 << 10
 _WELCOME_FDS: Final = 4
@@ -46,14 +45,14 @@ R = TypeVar("R", bound=messages.Reply)
 
 
 @dataclass(slots=True, eq=False)
-class Waiter:
+class PendingRequest:
     """Request to the daemon whose caller has not received the reply."""
 
-    asked_s: float
+    sent_s: float
     timeout_s: float
     """Maximum time that the caller waits for the reply, in seconds."""
     abandoned: bool = False
-    answer: memoryview | None = None
+    reply_body: memoryview | None = None
 
 
 class DaemonConnection:
@@ -76,99 +75,100 @@ class DaemonConnection:
         """Buffer for received bytes. It is reused, because allocating a buffer for each reply would take
         longer than the reply."""
         self._outbox = bytearray()
-        self._answered_s = 0.0
+        self._last_reply_s = 0.0
         self._last_number = 0
-        self._waiting: dict[int, Waiter] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._breaker = CircuitBreaker()
-        self._turns = threading.Condition(threading.Lock())
+        self._condition = threading.Condition(threading.Lock())
         self._reading = False
-        self._ended: OSError | None = None
+        self._end_reason: OSError | None = None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as on_error:
             on_error.callback(self._sock.close)
             self._sock.settimeout(timeout_s)
             self._sock.connect(str(path))
             self._check_peer(path)
-            self.arena, self.table, self.notes = self._hello(secret, time.monotonic() + timeout_s)
+            self.arena, self.table, self.notes = self._exchange_hello(secret, time.monotonic() + timeout_s)
             self._sock.setblocking(False)
             on_error.pop_all()
 
-    def ask(self, request: messages.Request, kind: type[R], end_s: float, timeout_s: float) -> R:
+    def call(self, request: messages.Request, reply_type: type[R], end_s: float, timeout_s: float) -> R:
         """Send a request and wait for the reply until `end_s` (time.monotonic).
 
         Raises StoreUnavailable("store_timeout") if the reply is late, and StoreUnavailable("store_slow") if
         the request is not sent because the store is too slow for a caller that waits at most `timeout_s`.
         """
-        return self.awaited(self.post(request, timeout_s), kind, end_s)
+        return self.wait_reply(self.post(request, timeout_s), reply_type, end_s)
 
-    def post(self, request: messages.Request, timeout_s: float) -> Waiter:
-        """Send a request and return a handle, with which `taken` polls or `awaited` waits for the reply."""
+    def post(self, request: messages.Request, timeout_s: float) -> PendingRequest:
+        """Send a request and return a handle, with which `poll_reply` polls or `wait_reply` waits for the
+        reply."""
         now_s = time.monotonic()
-        with self._turns:
-            self._check_pace(timeout_s, now_s)
-            waiter = Waiter(now_s, timeout_s)
+        with self._condition:
+            self._check_responsive(timeout_s, now_s)
+            waiter = PendingRequest(now_s, timeout_s)
             self._last_number = self._last_number % _LAST_NUMBER + 1
             self._queue(request, self._last_number)
-            self._waiting[self._last_number] = waiter
+            self._pending[self._last_number] = waiter
             self._flush()
         return waiter
 
-    def awaited(self, waiter: Waiter, kind: type[R], end_s: float) -> R:
+    def wait_reply(self, pending: PendingRequest, reply_type: type[R], end_s: float) -> R:
         """Wait for the reply to a posted request until `end_s` (time.monotonic)."""
-        with self._turns:
-            body = self._await(waiter, end_s)
-        return self._decoded(body, kind)
+        with self._condition:
+            body = self._wait_body(pending, end_s)
+        return self._decode_as(body, reply_type)
 
-    def taken(self, waiter: Waiter, kind: type[R], end_s: float) -> R | None:
+    def poll_reply(self, pending: PendingRequest, reply_type: type[R], end_s: float) -> R | None:
         """Return the reply to a posted request, or None if it has not arrived. Never waits.
 
         Raises StoreUnavailable("store_timeout") if the reply has not arrived by `end_s` (time.monotonic).
         """
-        with self._turns:
-            if waiter.answer is None and not self._reading:
+        with self._condition:
+            if pending.reply_body is None and not self._reading:
                 self._check_alive()
-                self._take_in()
-            if waiter.answer is None:
+                self._receive_replies()
+            if pending.reply_body is None:
                 self._check_alive()
                 if time.monotonic() < end_s:
                     return None
-                raise self._missed(waiter)
-            self._breaker.answered(waiter.timeout_s)
-        return self._decoded(waiter.answer, kind)
+                raise self._time_out(pending)
+            self._breaker.record_success(pending.timeout_s)
+        return self._decode_as(pending.reply_body, reply_type)
 
     def release(self, tokens: Sequence[int]) -> None:
         """Send a release of leases or reservations, or queue it until the socket accepts it. Never waits."""
-        with self._turns:
+        with self._condition:
             self._queue_release(tokens)
             self._flush()
 
-    def tell(self, request: messages.RecallRequest) -> None:
+    def send_one_way(self, request: messages.RecallRequest) -> None:
         """Send a request that has no reply, or queue it until the socket accepts it. Never waits."""
-        with self._turns:
+        with self._condition:
             self._queue(request, 0)
             self._flush()
 
-    def _check_pace(self, timeout_s: float, now_s: float) -> None:
+    def _check_responsive(self, timeout_s: float, now_s: float) -> None:
         """Raise StoreUnavailable("store_slow") if a reply within `timeout_s` is unlikely."""
         if self._is_late(timeout_s, now_s) and not self._reading:
-            self._take_in()
+            self._receive_replies()
         if self._is_late(timeout_s, now_s):
             raise StoreUnavailable("the store has not replied for a while", reason="store_slow")
-        if self._breaker.refuses(timeout_s, now_s):
+        if self._breaker.is_open(timeout_s, now_s):
             raise StoreUnavailable("the store was slow a moment ago", reason="store_slow")
 
     def _is_late(self, timeout_s: float, now_s: float) -> bool:
         """Return whether the oldest request without a reply has waited for more than `timeout_s`."""
-        oldest = next(iter(self._waiting.values()), None)
-        return oldest is not None and now_s - oldest.asked_s > timeout_s
+        oldest = next(iter(self._pending.values()), None)
+        return oldest is not None and now_s - oldest.sent_s > timeout_s
 
     def _queue(self, request: messages.Request, number: int) -> None:
         self._check_alive()
         self._outbox += messages.frame(request, number)
 
     def _check_alive(self) -> None:
-        if self._ended is not None:
-            raise gone(self._ended)
+        if self._end_reason is not None:
+            raise disconnected_error(self._end_reason)
 
     def _flush(self) -> None:
         """Send as much as the socket accepts without blocking."""
@@ -178,34 +178,34 @@ class DaemonConnection:
             except BlockingIOError:
                 return
             except OSError as e:
-                raise self._end(e) from e
+                raise self._disconnect(e) from e
             del self._outbox[:sent]
 
-    def _await(self, waiter: Waiter, end_s: float) -> memoryview:
-        while waiter.answer is None:
+    def _wait_body(self, pending: PendingRequest, end_s: float) -> memoryview:
+        while pending.reply_body is None:
             self._check_alive()
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                raise self._missed(waiter)
+                raise self._time_out(pending)
             if self._reading:
-                self._turns.wait(left_s)
+                self._condition.wait(left_s)
                 continue
             self._reading = True
-            self._turns.release()
+            self._condition.release()
             try:
                 self._wait_readable(end_s)
             finally:
-                self._turns.acquire()
+                self._condition.acquire()
                 self._reading = False
-                self._turns.notify_all()
-            self._take_in()
-        self._breaker.answered(waiter.timeout_s)
-        return waiter.answer
+                self._condition.notify_all()
+            self._receive_replies()
+        self._breaker.record_success(pending.timeout_s)
+        return pending.reply_body
 
-    def _missed(self, waiter: Waiter) -> StoreUnavailable:
+    def _time_out(self, pending: PendingRequest) -> StoreUnavailable:
         """Mark the request as abandoned and return the error for its caller."""
-        waiter.abandoned = True
-        self._breaker.missed(waiter.timeout_s, time.monotonic())
+        pending.abandoned = True
+        self._breaker.record_failure(pending.timeout_s, time.monotonic())
         return StoreUnavailable("the store did not reply in time", reason="store_timeout")
 
     def _wait_readable(self, end_s: float) -> None:
@@ -216,8 +216,8 @@ class DaemonConnection:
         poller.register(self._sock, wanted)
         # A daemon that has just replied is awake, and its next reply arrives before this thread could sleep
         # and wake up. A sleeping daemon wakes up fastest on this core, so this thread must sleep too.
-        if now_s - self._answered_s < messages.ALERT_S:
-            alert_until_s = min(now_s + messages.ALERT_S / 2, end_s)
+        if now_s - self._last_reply_s < messages.BUSY_POLL_S:
+            alert_until_s = min(now_s + messages.BUSY_POLL_S / 2, end_s)
             while time.monotonic() < alert_until_s:
                 if poller.poll(0):
                     return
@@ -225,7 +225,7 @@ class DaemonConnection:
         if left_ms > 0:
             poller.poll(left_ms)
 
-    def _take_in(self) -> None:
+    def _receive_replies(self) -> None:
         """Pass received replies to their waiters, and send queued requests, without blocking."""
         try:
             size = self._sock.recv_into(self._chunk)
@@ -235,32 +235,32 @@ class DaemonConnection:
         except BlockingIOError:
             pass
         except OSError as e:
-            raise self._end(e) from e
-        while (answer := self._next_answer()) is not None:
+            raise self._disconnect(e) from e
+        while (answer := self._next_reply()) is not None:
             number, body = answer
             if number == 0:
-                _log.warning("the store rejected a request: %s", self._reply(body))
+                _log.warning("the store rejected a request: %s", self._decode_reply(body))
                 continue
-            waiter = self._waiting.pop(number, None)
+            waiter = self._pending.pop(number, None)
             if waiter is None:
-                raise self._end(ConnectionAbortedError(f"reply to unknown request {number}"))
-            self._answered_s = time.monotonic()
+                raise self._disconnect(ConnectionAbortedError(f"reply to unknown request {number}"))
+            self._last_reply_s = time.monotonic()
             if waiter.abandoned:
-                self._give_back(body)
+                self._release_late_reply(body)
             else:
-                waiter.answer = body
+                waiter.reply_body = body
         self._flush()
 
-    def _next_answer(self) -> tuple[int, memoryview] | None:
+    def _next_reply(self) -> tuple[int, memoryview] | None:
         try:
             body = messages.take_frame(self._received)
-            return None if body is None else messages.take_number(body)
+            return None if body is None else messages.split_number(body)
         except ProtocolError as e:
-            raise self._end(ConnectionAbortedError(f"malformed frame: {e}")) from e
+            raise self._disconnect(ConnectionAbortedError(f"malformed frame: {e}")) from e
 
-    def _give_back(self, body: memoryview) -> None:
+    def _release_late_reply(self, body: memoryview) -> None:
         """Release the leases and reservations in a reply that arrived too late."""
-        reply, tokens = self._reply(body), []
+        reply, tokens = self._decode_reply(body), []
         if isinstance(reply, messages.LeaseReply):
             tokens = [reply.token]
         elif isinstance(reply, messages.ReserveReply):
@@ -271,26 +271,26 @@ class DaemonConnection:
         for start in range(0, len(tokens), messages.MAX_TOKENS):
             self._queue(messages.ReleaseRequest(list(tokens[start : start + messages.MAX_TOKENS])), 0)
 
-    def _decoded(self, body: memoryview, kind: type[R]) -> R:
-        reply = self._reply(body)
-        if not isinstance(reply, kind):
+    def _decode_as(self, body: memoryview, reply_type: type[R]) -> R:
+        reply = self._decode_reply(body)
+        if not isinstance(reply, reply_type):
             why = reply.message if isinstance(reply, messages.RequestFault) else type(reply).__name__
             raise StoreUnavailable(f"the store rejected the request: {why}", reason="store_fault")
         return reply
 
-    def _reply(self, body: memoryview) -> messages.Reply:
+    def _decode_reply(self, body: memoryview) -> messages.Reply:
         try:
             reply: messages.Reply = messages.reply_decoder.decode(body)
         except (msgspec.MsgspecError, ValueError) as e:
-            raise self._end(ConnectionAbortedError(f"malformed reply: {e}")) from e
+            raise self._disconnect(ConnectionAbortedError(f"malformed reply: {e}")) from e
         return reply
 
-    def _end(self, why: OSError) -> StoreUnavailable:
+    def _disconnect(self, why: OSError) -> StoreUnavailable:
         """End this connection for all threads, and return the error to raise."""
         # The traceback refers to this connection, and would keep the arena until a garbage collection.
-        self._ended = self._ended or why.with_traceback(None)
+        self._end_reason = self._end_reason or why.with_traceback(None)
         self.shutdown()
-        return gone(why)
+        return disconnected_error(why)
 
     def wait_end(self) -> None:
         """Wait until the daemon closes the connection, or `shutdown` is called."""
@@ -306,23 +306,25 @@ class DaemonConnection:
     def close(self) -> None:
         """End the connection, and free its descriptor when no thread reads from it."""
         self.shutdown()
-        with self._turns:
-            self._ended = self._ended or ConnectionResetError("this connection is closed")
+        with self._condition:
+            self._end_reason = self._end_reason or ConnectionResetError("this connection is closed")
             while self._reading:
-                self._turns.wait()
+                self._condition.wait()
             self._sock.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """Free the descriptor in a forked child, without ending the parent's connection."""
         self._sock.close()
 
     def _check_peer(self, path: Path) -> None:
-        if (uid := foreign_user(self._sock)) is not None:
+        if (uid := foreign_peer_uid(self._sock)) is not None:
             raise ConfigError(
                 "store.socket", f"{path} is served by user {uid}", "Use a socket that belongs to you."
             )
 
-    def _hello(self, secret: bytes, end_s: float) -> tuple[MappedArena, MappedEntryTable, ClientNotes | None]:
+    def _exchange_hello(
+        self, secret: bytes, end_s: float
+    ) -> tuple[MappedArena, MappedEntryTable, ClientNotes | None]:
         self._sock.sendall(
             messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, messages.secret_tag(secret)))
         )
@@ -332,7 +334,7 @@ class DaemonConnection:
                 raise ConnectionResetError("the store closed the connection")
             self._received += data
             try:
-                reply = self._first_answer(end_s)
+                reply = self._read_welcome(end_s)
             except (msgspec.MsgspecError, ProtocolError, ValueError) as e:
                 raise ConnectionResetError(f"no store responds on this socket: {e}") from e
             if isinstance(reply, messages.ClientRejected):
@@ -343,7 +345,7 @@ class DaemonConnection:
             arena_fd, fences_fd, table_fd, notes_fd = fds
             try:
                 arena = MappedArena(arena_fd, reply.arena_id, reply.capacity_bytes, MappedFences(fences_fd))
-                notes = None if reply.notes_page == NO_PAGE else ClientNotes(notes_fd, reply.notes_page)
+                notes = None if reply.notes_page == NO_NOTES_PAGE else ClientNotes(notes_fd, reply.notes_page)
                 return arena, MappedEntryTable(table_fd), notes
             except ValueError as e:
                 raise ConnectionResetError(f"no store responds on this socket: {e}") from e
@@ -351,7 +353,7 @@ class DaemonConnection:
             for fd in fds:
                 os.close(fd)
 
-    def _first_answer(self, end_s: float) -> messages.Reply:
+    def _read_welcome(self, end_s: float) -> messages.Reply:
         while (body := messages.take_frame(self._received)) is None:
             self._sock.settimeout(max(end_s - time.monotonic(), 1e-6))
             data = self._sock.recv(_CHUNK_BYTES)
@@ -362,7 +364,7 @@ class DaemonConnection:
         return reply
 
 
-def gone(why: OSError) -> StoreUnavailable:
+def disconnected_error(why: OSError) -> StoreUnavailable:
     """Return the error for a connection that has ended."""
     return StoreUnavailable(f"the connection to the store ended: {why}", reason="store_down")
 
@@ -387,27 +389,27 @@ class CircuitBreaker:
     """
 
     def __init__(self) -> None:
-        self._missed: dict[int, tuple[int, float]] = {}
+        self._failures: dict[int, tuple[int, float]] = {}
 
-    def refuses(self, deadline_s: float, now_s: float) -> bool:
+    def is_open(self, deadline_s: float, now_s: float) -> bool:
         """Return whether a caller with this deadline should not send a request yet."""
-        missed = self._missed.get(_kind(deadline_s))
+        missed = self._failures.get(_deadline_class(deadline_s))
         return missed is not None and now_s < missed[1]
 
-    def missed(self, deadline_s: float, now_s: float) -> None:
+    def record_failure(self, deadline_s: float, now_s: float) -> None:
         """Record that a reply was late."""
-        kind = _kind(deadline_s)
-        times, until_s = self._missed.get(kind, (0, 0.0))
+        kind = _deadline_class(deadline_s)
+        times, until_s = self._failures.get(kind, (0, 0.0))
         # Callers that waited at the same time count as one failure.
         if now_s >= until_s:
             pause_s = _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
-            self._missed[kind] = (times + 1, now_s + pause_s)
+            self._failures[kind] = (times + 1, now_s + pause_s)
 
-    def answered(self, deadline_s: float) -> None:
+    def record_success(self, deadline_s: float) -> None:
         """Record that a reply arrived in time."""
-        if self._missed:
-            self._missed.pop(_kind(deadline_s), None)
+        if self._failures:
+            self._failures.pop(_deadline_class(deadline_s), None)
 
 
-def _kind(deadline_s: float) -> int:
+def _deadline_class(deadline_s: float) -> int:
     return math.frexp(deadline_s)[1]

@@ -1,6 +1,6 @@
 """Table of a store's entries: its layout, and lookups by clients, which send no message.
 
-The daemon writes the table (`entry_table_writer.py`), and every client maps it read-only. Several keys are
+The daemon writes the table (`EntryTableWriter`), and every client maps it read-only. Several keys are
 looked up with numpy, without a loop in Python. The lookup of a key reads one cache line.
 
     u64 words of the header    serving (1, or 0 after the daemon has shut down) | buckets | records |
@@ -27,13 +27,25 @@ the client waits until its time limit, as with a daemon that does not support ti
 The writer changes several words per entry, and readers have no lock. A reader therefore accepts a record only
 if its checksum is right. It accepts bytes of the arena only if the header in the record belongs to the key,
 the header's checksums match, and the generation is unchanged after the copy.
+
+`UseNotes` are notes in shared memory, in which clients record reads for which they send no message. Each
+client writes its notes to its own page, which the daemon reads when it needs the counts.
+
+    page    u64 hits | u64 misses | u64 notes so far | u32 keys found | u32 keys absent | ring of u32 numbers
+            of table records
+
+Hits and misses count reads. Keys found and absent count lookups, which read no payload. One shared memory
+contains the pages of all clients. A client that writes arbitrary data, or writes to another client's page,
+can only change counts and the order of eviction.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -42,22 +54,23 @@ import numpy as np
 import xxhash
 
 from cornplug.errors import StoreUnavailable
+from cornplug.store.arena import create_sealed_memory
 from cornplug.store.base import KEY_BYTES
 from cornplug.store.messages import check_keys
 
 WORD_BYTES: Final = 8
 LANES: Final = 8
 """Number of words in a bucket: its tags, and the number of its entries without a tag."""
-TAGS: Final = LANES - 1
+TAGS_PER_BUCKET: Final = LANES - 1
 RECORD_BITS: Final = 24
 RECORD_MASK: Final = (1 << RECORD_BITS) - 1
 ON_DISK_RECORD: Final = RECORD_MASK
 """Record number of entries that are not in memory. No record has this number, because there are at most
 _MOST_RECORDS. Older clients treat it as a damaged record."""
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
-SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
+SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_UP = range(6)
 """Indices of the header's words."""
-TICKETS_AT: Final = 64
+FIRST_TICKET_WORD: Final = 64
 TICKETS: Final = 256
 """Number of words for tickets. If 10 other tickets are written between two checks of a client, the
 probability that one of them overwrites the client's ticket is 1 in 26."""
@@ -66,13 +79,13 @@ BUCKET_BYTES: Final = LANES * WORD_BYTES
 RECORD_BYTES: Final = 256
 RECORD: Final = struct.Struct("=QQQQI")
 """Start of a record: checksum of the rest, generation, offset, size, length of the entry's header."""
-META_AT: Final = RECORD.size
-MAX_META_BYTES: Final = RECORD_BYTES - META_AT
+META_OFFSET: Final = RECORD.size
+MAX_META_BYTES: Final = RECORD_BYTES - META_OFFSET
 KEY_WORDS: Final = struct.Struct("=QQ")
 _ENTRY_BYTES: Final = 64 << 10
 """Bytes of the arena per record. With this value, the table's size is 0.6 % of the arena's size."""
-_LEAST_RECORDS: Final = 1024
-_MOST_RECORDS: Final = 1 << 20
+_MIN_RECORDS: Final = 1024
+_MAX_RECORDS: Final = 1 << 20
 _FAR_TAGS: Final = 1 << 15
 """Number of tags for entries that were found in far stores and not recalled."""
 ABSENT: Final = 0
@@ -80,13 +93,31 @@ PRESENT: Final = 1
 UNLISTED: Final = 2
 """The key's bucket has entries without a tag, so the client has to send a message to find out whether the key
 is present."""
-_ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
+_PRESENCE_BY_RECORD: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
 _FEW_KEYS: Final = 6
 """Maximum number of keys that are looked up in a Python loop. For so few keys, calls of numpy take longer."""
 _RECORD_MASK: Final = np.uint64(RECORD_MASK)
 _ONE: Final = np.uint64(1)
 _PRESENT, _UNLISTED = np.uint8(PRESENT), np.uint8(UNLISTED)
 _KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
+NOTES_PAGES: Final = 4096
+"""Maximum number of clients that note their reads. Further clients send messages to the daemon."""
+NO_NOTES_PAGE: Final = -1
+NOTES_PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
+_RING_OFFSET: Final = 8
+"""Number of 32-bit words before the ring."""
+RING_NOTES: Final = NOTES_PAGE_BYTES // 4 - _RING_OFFSET
+"""Number of notes in a page. If a client writes more notes between two reads by the daemon, the oldest notes
+are lost."""
+_HITS, _MISSES, _NOTED = range(3)
+_FOUND, _ABSENT = 6, 7
+"""Indices of the 32-bit words with the numbers of keys found and absent."""
+_WORD_MASK: Final = (1 << 64) - 1
+_HALF_MASK: Final = (1 << 32) - 1
+MAX_COUNT_INCREASE: Final = 1 << 24
+"""Maximum increase of a count since the daemon last read the page. The daemon reads each page at least every
+half second, and even the fastest client increases a count by less in this time. A larger increase means that
+the page is damaged, and is counted as this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +128,7 @@ class TableShape:
     records: int
 
     @classmethod
-    def of(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
+    def for_capacity(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
         """Return the shape for an arena of this capacity.
 
         The table has at least two buckets per record. With a disk of `disk_bytes` or far stores, it also has
@@ -106,22 +137,22 @@ class TableShape:
         bucket, one bucket in 16 million has more than 7 entries. With two entries per bucket it would be one
         in 900, and a quarter of the lookups of 256 keys would need a message.
         """
-        records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
-        tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS) + _FAR_TAGS * has_far
+        records = min(max(capacity_bytes // _ENTRY_BYTES, _MIN_RECORDS), _MAX_RECORDS)
+        tags = records + min(disk_bytes // _ENTRY_BYTES, _MAX_RECORDS) + _FAR_TAGS * has_far
         buckets = max(2 * records, (tags + 1) // 2)
         return cls(1 << (buckets - 1).bit_length(), records)
 
     @property
     def size_bytes(self) -> int:
         """Size of the whole table in bytes."""
-        return self.record_at(self.records + 1)
+        return self.record_offset(self.records + 1)
 
     def bucket_word(self, key: bytes) -> int:
         """Return the index of the first word of a key's bucket, from the start of the table."""
         bucket: int = KEY_WORDS.unpack_from(key)[0] & (self.buckets - 1)
         return HEADER_BYTES // WORD_BYTES + bucket * LANES
 
-    def record_at(self, record: int) -> int:
+    def record_offset(self, record: int) -> int:
         """Return the byte offset of a record."""
         return HEADER_BYTES + self.buckets * BUCKET_BYTES + (record - 1) * RECORD_BYTES
 
@@ -164,7 +195,7 @@ class MappedEntryTable:
         self._check_serving()
         if len(keys) <= _FEW_KEYS:
             check_keys(keys)
-            return bytes([_ANSWERS[min(self._look(key), 1)] for key in keys])
+            return bytes([_PRESENCE_BY_RECORD[min(self._find_record(key), 1)] for key in keys])
         joined = b"".join(keys)
         if len(joined) != len(keys) * KEY_BYTES:
             check_keys(keys)
@@ -177,8 +208,8 @@ class MappedEntryTable:
             found = (((lines ^ (words[:, 1:2] | _RECORD_MASK)) - _ONE) < _RECORD_MASK).view(np.uint64) != 0
         else:
             found = ((lines ^ words[:, 1:2]) <= _RECORD_MASK).view(np.uint64) != 0
-        if self._words[UNTAGGED] and lines[:, TAGS].any():
-            found = np.where(found, _PRESENT, _UNLISTED * (lines[:, TAGS:] != 0))
+        if self._words[UNTAGGED] and lines[:, TAGS_PER_BUCKET].any():
+            found = np.where(found, _PRESENT, _UNLISTED * (lines[:, TAGS_PER_BUCKET:] != 0))
         mask: bytes = found.tobytes()
         return mask
 
@@ -188,15 +219,15 @@ class MappedEntryTable:
         return bool(self._words[HAS_DISK])
 
     @property
-    def far_answers(self) -> bool:
+    def is_far_up(self) -> bool:
         """Whether a far store currently responds."""
-        return bool(self._words[FAR_ANSWERS])
+        return bool(self._words[FAR_UP])
 
-    def shows_ticket(self, ticket: int) -> bool:
+    def has_ticket(self, ticket: int) -> bool:
         """Return whether the far-store lookup with this ticket, which is not 0, is complete."""
-        return self._words[TICKETS_AT + ticket % TICKETS] == ticket
+        return self._words[FIRST_TICKET_WORD + ticket % TICKETS] == ticket
 
-    def on_disk(self, keys: Sequence[bytes]) -> bytes:
+    def on_disk_mask(self, keys: Sequence[bytes]) -> bytes:
         """Return one byte per key: 1 if the table shows the key as on disk only, otherwise 0. Raises
         ValueError if a key does not have 32 bytes."""
         check_keys(keys)
@@ -207,36 +238,132 @@ class MappedEntryTable:
         mask: bytes = (lines == (words[:, 1:2] | _RECORD_MASK)).any(axis=1).tobytes()
         return mask
 
-    def find(self, key: bytes) -> int:
+    def find_record(self, key: bytes) -> int:
         """Return the number of the key's record, 0 if the key is absent, or -1 if the entry may have no
         tag."""
         self._check_serving()
-        return self._look(key)
+        return self._find_record(key)
 
-    def read(self, number: int) -> EntryRecord | None:
+    def read_record(self, number: int) -> EntryRecord | None:
         """Return a record's content, or None if it is empty, damaged or being changed."""
         if not 1 <= number <= self.shape.records:
             return None
-        start = self.shape.record_at(number)
+        start = self.shape.record_offset(number)
         data = bytes(self._bytes[start : start + RECORD_BYTES])
         checksum, generation, offset, size, length = RECORD.unpack_from(data)
-        end = META_AT + length
+        end = META_OFFSET + length
         if not generation or end > RECORD_BYTES or checksum != xxhash.xxh3_64_intdigest(data[WORD_BYTES:end]):
             return None
-        return EntryRecord(number, generation, offset, size, data[META_AT:end])
+        return EntryRecord(number, generation, offset, size, data[META_OFFSET:end])
 
-    def still(self, record: EntryRecord) -> bool:
+    def is_unchanged(self, record: EntryRecord) -> bool:
         """Return whether the entry has been in place since its record was read."""
-        return self._words[self.shape.record_at(record.number) // WORD_BYTES + 1] == record.generation
+        return self._words[self.shape.record_offset(record.number) // WORD_BYTES + 1] == record.generation
 
-    def _look(self, key: bytes) -> int:
+    def _find_record(self, key: bytes) -> int:
         at = self.shape.bucket_word(key)
         tag = tag_of(key)
-        for word in self._words[at : at + TAGS].tolist():
+        for word in self._words[at : at + TAGS_PER_BUCKET].tolist():
             if word and word & TAG_MASK == tag and word & RECORD_MASK != ON_DISK_RECORD:
                 return word & RECORD_MASK
-        return -1 if self._words[at + TAGS] and self._words[UNTAGGED] else 0
+        return -1 if self._words[at + TAGS_PER_BUCKET] and self._words[UNTAGGED] else 0
 
     def _check_serving(self) -> None:
         if self._words[SERVING] != 1:
             raise StoreUnavailable("the store has ended", reason="store_down")
+
+
+@dataclass(frozen=True, slots=True)
+class NotedReads:
+    """Reads and lookups of one client since the daemon last read the client's page."""
+
+    hits: int
+    misses: int
+    records: Sequence[int]
+    """Record numbers, the latest read last. They are not checked and can be any numbers."""
+    found: int = 0
+    absent: int = 0
+
+
+class UseNotes:
+    """The daemon's side of the notes. Raises OSError if there is no memory for the pages."""
+
+    def __init__(self) -> None:
+        self.fd, mapped = create_sealed_memory(
+            "cornplug-notes", NOTES_PAGES * NOTES_PAGE_BYTES, others_write=True
+        )
+        self._memory = memoryview(mapped)
+        self._seen: dict[int, tuple[int, ...]] = {}
+        """Counts of each page when it was last read."""
+        self._free: list[int] = []
+        self._unused = itertools.count()
+
+    def open_page(self) -> int:
+        """Return the number of an empty page for a new client, or NO_PAGE if all pages are in use."""
+        page = self._free.pop() if self._free else next(self._unused)
+        if page >= NOTES_PAGES:
+            return NO_NOTES_PAGE
+        self._memory[page * NOTES_PAGE_BYTES : (page + 1) * NOTES_PAGE_BYTES] = bytes(NOTES_PAGE_BYTES)
+        self._seen[page] = (0,) * 5
+        return page
+
+    def collect_reads(self, page: int) -> NotedReads | None:
+        """Return a client's reads and lookups since the last call, or None if its page has not changed."""
+        if page == NO_NOTES_PAGE:
+            return None
+        memory = self._memory[page * NOTES_PAGE_BYTES : (page + 1) * NOTES_PAGE_BYTES]
+        counts = (*memory[:24].cast("Q"), *memory[24:32].cast("I"))
+        seen = self._seen[page]
+        if counts == seen:
+            return None
+        self._seen[page] = counts
+        ring, noted = memory.cast("I")[_RING_OFFSET:], counts[_NOTED]
+        fresh = min((noted - seen[_NOTED]) & _WORD_MASK, RING_NOTES)
+        masks = (_WORD_MASK,) * 3 + (_HALF_MASK,) * 2
+        more = [
+            min((now - before) & mask, MAX_COUNT_INCREASE)
+            for now, before, mask in zip(counts, seen, masks, strict=True)
+        ]
+        records = [ring[(noted - i) % RING_NOTES] for i in range(fresh, 0, -1)]
+        return NotedReads(more[_HITS], more[_MISSES], records, found=more[3], absent=more[4])
+
+    def free_page(self, page: int) -> None:
+        """Free the page of a client that has disconnected."""
+        if page != NO_NOTES_PAGE:
+            del self._seen[page]
+            self._free.append(page)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class ClientNotes:
+    """A client's side of the notes: the client's page. Thread-safe."""
+
+    def __init__(self, fd: int, page: int) -> None:
+        """Map the page. Raises OSError or ValueError if it does not exist."""
+        memory = memoryview(mmap.mmap(fd, NOTES_PAGE_BYTES, offset=page * NOTES_PAGE_BYTES))
+        self._words = memory[: _RING_OFFSET * 4].cast("Q")
+        self._halves = memory[: _RING_OFFSET * 4].cast("I")
+        self._ring = memory.cast("I")[_RING_OFFSET:]
+        self._lock = threading.Lock()
+
+    def note_hit(self, record: int) -> None:
+        """Count a read, and note the table record of the entry that was read."""
+        with self._lock:
+            words = self._words
+            self._ring[words[_NOTED] % RING_NOTES] = record
+            words[_NOTED] = (words[_NOTED] + 1) & _WORD_MASK
+            words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
+
+    def note_miss(self) -> None:
+        """Count an attempt to read an absent entry."""
+        with self._lock:
+            self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
+
+    def note_lookup(self, found: int, absent: int) -> None:
+        """Count the keys that a lookup in the table found, and the keys that were absent."""
+        with self._lock:
+            halves = self._halves
+            halves[_FOUND] = (halves[_FOUND] + found) & _HALF_MASK
+            halves[_ABSENT] = (halves[_ABSENT] + absent) & _HALF_MASK

@@ -80,13 +80,13 @@ class MemoryConnection(Store):
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         check_keys(keys)
         with self._store.lock:
-            return self._index().contains(keys)
+            return self._require_index().contains(keys)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         check_keys(keys)
         check_ttl(ttl_s)
         with self._store.lock:
-            return self._index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
+            return self._require_index().lease(self._owner, keys, ttl_s=ttl_s, now_s=self._store.clock())
 
     def reserve(
         self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
@@ -94,35 +94,35 @@ class MemoryConnection(Store):
         check_entries(entries)
         check_terms(terms)
         with self._store.lock:
-            index, now_s = self._index(), self._store.clock()
+            index, now_s = self._require_index(), self._store.clock()
             return index.reserve(self._owner, entries, terms, now_s=now_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:
             check_meta(meta)
         with self._store.lock:
-            index = self._index()
+            index = self._require_index()
             return [index.commit(self._owner, reservation.token, meta) for reservation, meta in written]
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         with self._store.lock:
-            self._index().release(self._owner, tokens, now_s=self._store.clock())
+            self._require_index().release(self._owner, tokens, now_s=self._store.clock())
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
         with self._store.lock:
-            return self._index().delete(keys)
+            return self._require_index().delete(keys)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
         with self._store.lock:
-            return self._index().stat()
+            return self._require_index().stat()
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         index = self._store.index
         end = location.offset + location.size
         if location.arena_id != index.arena_id or location.offset < 0 or end > index.capacity_bytes:
             raise StoreUnavailable("the location is in another arena", reason="stale_location")
-        if writable and not self._store.fences.holds(location):
+        if writable and not self._store.fences.is_writable(location):
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
         view = self.raw(location)
         return view if writable else view.toreadonly()
@@ -134,7 +134,7 @@ class MemoryConnection(Store):
     def peek(self, keys: Sequence[bytes]) -> bytes:
         return self.contains(keys, deadline_s=0)
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
         return memoryview(self._store.arena) if arena_id == self._store.index.arena_id else None
 
     def raw(self, location: PayloadLocation) -> memoryview:
@@ -148,7 +148,7 @@ class MemoryConnection(Store):
                 self._store.index.end_owner(self._owner, now_s=self._store.clock())
             self._closed = True
 
-    def _index(self) -> StoreIndex:
+    def _require_index(self) -> StoreIndex:
         if self._closed:
             raise StoreUnavailable("this connection is closed", reason="store_down")
         return self._store.index

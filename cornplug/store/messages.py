@@ -38,14 +38,14 @@ MAX_LOOKUP_KEYS: Final = 8192
 MAX_KEYS: Final = 1024
 """Maximum number of keys in any other request, which the daemon handles in a few milliseconds."""
 MAX_TOKENS: Final = 16
-"""Maximum number of tokens in a `ReleaseRequest`. All leases of one `TakeLeases` request share a token."""
-CUT_LOOKS: Final = 1024
+"""Maximum number of tokens in a `ReleaseRequest`. All leases of one `LeaseRequest` request share a token."""
+TRUNCATE_AFTER_EXAMINED: Final = 1024
 """Maximum number of entries that the daemon examines to find memory before it truncates a reply at the next
 key."""
 BATCH_BYTES: Final = 1 << 20
 """Size in bytes at which a reply is truncated, and at which a client splits its commits into several
 requests."""
-ALERT_S: Final = 150e-6
+BUSY_POLL_S: Final = 150e-6
 """Time that the daemon polls for the next request before it sleeps, in seconds. Waking a sleeping core takes
 longer than any reply, and a client that has reserved memory commits soon."""
 NUMBER: Final = struct.Struct("<I")
@@ -62,7 +62,7 @@ class ContainsRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     keys: bytes
 
 
-class TakeLeases(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class LeaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     keys: bytes
     ttl_s: float
 
@@ -121,7 +121,7 @@ class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
     arena_id: bytes
     capacity_bytes: int
     notes_page: int
-    """Page in which this client notes its reads (`use_notes.py`), or -1 if there is no free page. Without a
+    """Page in which this client notes its reads (`UseNotes`), or -1 if there is no free page. Without a
     page, each read needs a message."""
 
 
@@ -183,7 +183,7 @@ class PurgeReply(msgspec.Struct, frozen=True, array_like=True, tag=20):
 Request = (
     ClientHello
     | ContainsRequest
-    | TakeLeases
+    | LeaseRequest
     | ReserveRequest
     | CommitRequest
     | ReleaseRequest
@@ -220,17 +220,17 @@ def frame(message: Request | Reply, number: int | None = None) -> bytes:
     body = _encoder.encode(message)
     if number is not None:
         body = NUMBER.pack(number) + body
-    return local_socket.frame(body, limit=MAX_FRAME_BYTES)
+    return local_socket.encode_frame(body, limit=MAX_FRAME_BYTES)
 
 
-def batches(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Yield the items in batches of at most `most` items. Without items, yield one empty batch, so that the
-    caller still sends one request."""
-    for start in range(0, max(len(items), 1), most):
-        yield items[start : start + most]
+def split_batches(items: Sequence[T], max_items: int) -> Iterator[Sequence[T]]:
+    """Yield the items in batches of at most `max_items` items. Without items, yield one empty batch, so that
+    the caller still sends one request."""
+    for start in range(0, max(len(items), 1), max_items):
+        yield items[start : start + max_items]
 
 
-def commit_batches(
+def split_commits(
     written: Sequence[tuple[Reservation, bytes]],
 ) -> Iterator[Sequence[tuple[Reservation, bytes]]]:
     """Yield batches of at most MAX_KEYS entries and about BATCH_BYTES."""
@@ -243,23 +243,23 @@ def commit_batches(
     yield written[start:]
 
 
-def check_count(count: int, most: int = MAX_KEYS) -> None:
+def check_count(count: int, max_count: int = MAX_KEYS) -> None:
     """Raise ValueError if there are more keys or tokens than a request may have."""
-    if count > most:
-        raise ValueError(f"{count} keys or tokens in one request, at most {most}")
+    if count > max_count:
+        raise ValueError(f"{count} keys or tokens in one request, at most {max_count}")
 
 
-def split_keys(blob: bytes, most: int = MAX_KEYS) -> list[bytes]:
+def split_keys(blob: bytes, max_keys: int = MAX_KEYS) -> list[bytes]:
     """Split joined keys. Raises ValueError if the length is not a multiple of the key size, or if there are
-    more than `most` keys."""
+    more than `max_keys` keys."""
     if len(blob) % KEY_BYTES:
         raise ValueError(f"{len(blob)} bytes are not a whole number of keys")
-    check_count(len(blob) // KEY_BYTES, most)
+    check_count(len(blob) // KEY_BYTES, max_keys)
     # This is five times as fast as slicing in a loop.
     return list(struct.unpack(f"{KEY_BYTES}s" * (len(blob) // KEY_BYTES), blob))
 
 
-def take_number(body: bytes) -> tuple[int, memoryview]:
+def split_number(body: bytes) -> tuple[int, memoryview]:
     """Return the number and the message in a frame's body. Raises ProtocolError if the body is too short."""
     if len(body) < NUMBER.size:
         raise ProtocolError("a message has no number")
@@ -271,7 +271,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
     Raises ProtocolError if the length is out of bounds.
     """
-    return local_socket.take_frame(buffer, limit=MAX_FRAME_BYTES)
+    return local_socket.pop_frame(buffer, limit=MAX_FRAME_BYTES)
 
 
 MAX_META_BYTES: Final = 1 << 20

@@ -5,8 +5,9 @@ or numpy. Each piece is hashed with XXH3 right after it is copied, while it is s
 are 1 MiB, because the C library uses non-temporal stores only from this size on. With smaller pieces, every
 written cache line is first read from memory (8 GB/s instead of 13).
 
-`reserve` retries for callers that can wait until memory is allocated. `recalled` and `sought` wait for
-entries on disk or in far stores. If the store has no disk or far stores, they return without waiting.
+`reserve_with_retry` retries for callers that can wait until memory is allocated. `recall_and_wait` and
+`look_up_far` wait for entries on disk or in far stores. If the store has no disk or far stores, they return
+without waiting.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import (
     Lease,
+    LookupMiss,
     Reservation,
     ReserveRefusal,
     ReserveTerms,
     Store,
     Tier,
-    Unfound,
     UnleasedEntry,
 )
 
 _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
 """Maximum pause in seconds between lookups in the table. These lookups send no message."""
-MOST_SOUGHT: Final = 512
+MAX_FAR_LOOKUP_KEYS: Final = 512
 """Maximum number of absent entries that one request looks up in far stores. Computing their keys takes 1 ms.
 """
 FAR_WAIT_S: Final = 5e-3
 """Maximum time that a reader waits for a lookup in far stores, in seconds. If the result arrives later, the
 next request can use it."""
-_PAUSE_S: Final = 0.005
+_GROW_RETRY_S: Final = 0.005
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
 """Time in seconds that an engine has to copy a leased entry. After that, the entry can be evicted."""
@@ -50,7 +51,7 @@ Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large"
 """Result of `put_payload`. "lost" means that the reservation ended before the commit."""
 
 
-def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
+def start_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
     """Start to read into memory the entries of `keys` that are on disk only, according to `tiers`. Return
     whether there are any such entries.
 
@@ -62,7 +63,7 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
     return bool(on_disk)
 
 
-def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+def look_up_far(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
     """Look up absent keys in far stores, and return a `Tier` per key as soon as far stores have replied, or
     after `within_s` seconds. For background threads. Raises StoreUnavailable if the store cannot be used.
 
@@ -70,10 +71,10 @@ def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: 
         deadline_s: Time limit of each request to the store.
     """
     tiers = store.tiers(keys, deadline_s=deadline_s)
-    if Tier.ABSENT not in tiers or not store.far_answers:
+    if Tier.ABSENT not in tiers or not store.is_far_up:
         return tiers
     absent = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT]
-    ticket = store.seek(absent[:MOST_SOUGHT])
+    ticket = store.start_far_lookup(absent[:MAX_FAR_LOOKUP_KEYS])
     if not ticket:
         # The lookup of another caller may have completed since the first check.
         return store.tiers(keys, deadline_s=deadline_s)
@@ -81,12 +82,12 @@ def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: 
     while not over and Tier.ABSENT in tiers and time.monotonic() < end_s:
         time.sleep(_FIRST_PAUSE_S)
         # The daemon shows found entries before the ticket, so check the ticket first.
-        over = store.answered(ticket)
+        over = store.is_far_lookup_done(ticket)
         tiers = store.tiers(keys, deadline_s=deadline_s)
     return tiers
 
 
-def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+def recall_and_wait(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
     """Recall entries from disk into memory, and return a `Tier` per key when no entry is on disk only, or
     after `within_s` seconds. For background threads.
 
@@ -96,8 +97,8 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
     Args:
         deadline_s: Time limit of each request to the store.
     """
-    tiers = sought(store, keys, within_s=min(FAR_WAIT_S, within_s), deadline_s=deadline_s)
-    if not begin_recall(store, keys, tiers):
+    tiers = look_up_far(store, keys, within_s=min(FAR_WAIT_S, within_s), deadline_s=deadline_s)
+    if not start_recall(store, keys, tiers):
         return tiers
     end_s, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S
     while Tier.DISK in tiers and (left_s := end_s - time.monotonic()) > 0:
@@ -107,7 +108,7 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
     return tiers
 
 
-def reserve(
+def reserve_with_retry(
     store: Store,
     entries: Sequence[tuple[bytes, int]],
     terms: ReserveTerms,
@@ -121,10 +122,10 @@ def reserve(
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, terms, deadline_s=deadline_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
-        left_s = end_s - time.monotonic() - _PAUSE_S
+        left_s = end_s - time.monotonic() - _GROW_RETRY_S
         if left_s <= 0:
             break
-        time.sleep(_PAUSE_S)
+        time.sleep(_GROW_RETRY_S)
         # Reservations so far are valid even if a retry fails.
         with contextlib.suppress(StoreUnavailable):
             again = store.reserve([entries[i] for i in growing], terms, deadline_s=left_s)
@@ -134,7 +135,7 @@ def reserve(
 
 
 def copy_checksummed(
-    target: memoryview, source: memoryview, segments: int, *, of: Literal["source", "target"]
+    target: memoryview, source: memoryview, segments: int, *, checksum_of: Literal["source", "target"]
 ) -> tuple[int, ...]:
     """Copy flat bytes and return the XXH3-64 of each of `segments` equal parts.
 
@@ -147,7 +148,7 @@ def copy_checksummed(
             f"cannot copy {source.nbytes} bytes to {target.nbytes} bytes in {segments} equal segments"
         )
     step = source.nbytes // segments
-    copy = _copy_and_sum if of == "target" else _sum_and_copy
+    copy = _copy_and_sum if checksum_of == "target" else _sum_and_copy
     return tuple(copy(target, source, i * step, (i + 1) * step) for i in range(segments))
 
 
@@ -163,7 +164,9 @@ def get_payload(
     If the entry does not match its header, it is deleted from the store and CodecError is raised. Raises
     StoreUnavailable if the store does not reply.
     """
-    return _recalled(store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s)
+    return _get_with_recall(
+        store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s
+    )
 
 
 def _get_copy(
@@ -171,20 +174,20 @@ def _get_copy(
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     entry = _find_unleased(store, key)
     if isinstance(entry, tuple):
-        copied = _verified_copy(*entry)
+        copied = _copy_if_verified(*entry)
         if copied is not None:
             return entry[1], copied
-    elif entry is Unfound.ABSENT:
+    elif entry is LookupMiss.ABSENT:
         return None
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
     if lease is None:
         return None
-    with _released(store, lease, deadline_s):
-        header = _header(store, lease, deadline_s)
+    with _releasing(store, lease, deadline_s):
+        header = _decode_header(store, lease, deadline_s)
         # This allocates and copies in one pass. A bytearray of zeros would need another pass.
         payload = bytearray(store.view(lease.location))
         try:
-            codec.verify(header, memoryview(payload))
+            codec.verify_checksums(header, memoryview(payload))
         except CodecError:
             _discard(store, key, deadline_s)
             raise
@@ -205,19 +208,19 @@ def get_payload_into(
     Raises ValueError if `target` does not have the payload's size, and the same errors as `get_payload`.
     After an error, the content of `target` is undefined.
     """
-    return _recalled(
+    return _get_with_recall(
         store, key, lambda: _get_into(store, key, target, deadline_s, lease_s), recall_s, deadline_s
     )
 
 
-def _recalled(
+def _get_with_recall(
     store: Store, key: bytes, get: Callable[[], _Found | None], recall_s: float | None, deadline_s: float
 ) -> _Found | None:
     """Return the result of `get`, after a recall from disk if needed."""
     found = get()
     if found is not None or recall_s is None or not store.has_disk:
         return found
-    tiers = recalled(store, [key], within_s=recall_s, deadline_s=deadline_s)
+    tiers = recall_and_wait(store, [key], within_s=recall_s, deadline_s=deadline_s)
     return get() if tiers[0] == Tier.MEMORY else None
 
 
@@ -226,15 +229,15 @@ def _get_into(
 ) -> codec.PayloadHeader | None:
     entry = _find_unleased(store, key)
     if isinstance(entry, tuple):
-        if _copied_into(target, *entry):
+        if _copy_into_if_verified(target, *entry):
             return entry[1]
-    elif entry is Unfound.ABSENT:
+    elif entry is LookupMiss.ABSENT:
         return None
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
     if lease is None:
         return None
-    with _released(store, lease, deadline_s):
-        header = _header(store, lease, deadline_s)
+    with _releasing(store, lease, deadline_s):
+        header = _decode_header(store, lease, deadline_s)
         source = store.view(lease.location)
         if target.nbytes != source.nbytes:
             raise ValueError(f"payload has {source.nbytes} bytes, but target has {target.nbytes}")
@@ -269,15 +272,15 @@ def put_payload(
     source, segments = memoryview(payload.data).cast("B"), payload.segments
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve(
+    answer = reserve_with_retry(
         store, [(payload.key, source.nbytes)], ReserveTerms(app, cost_s=cost_s), deadline_s=deadline_s
     )[0]
     if isinstance(answer, ReserveRefusal):
         return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:
-        on_error.callback(_give_up, store, answer, deadline_s)
+        on_error.callback(_release_reservation, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)
-        checksums = copy_checksummed(target, source, segments, of="source")
+        checksums = copy_checksummed(target, source, segments, checksum_of="source")
         header = codec.PayloadHeader(
             payload.kind, payload.key, payload.dtype, tuple(payload.shape), checksums
         )
@@ -286,27 +289,27 @@ def put_payload(
     return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"
 
 
-def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | Unfound:
+def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | LookupMiss:
     """Return an entry and its header without a lease, or the reason why that is not possible."""
     entry = store.find_unleased(key)
-    if isinstance(entry, Unfound):
+    if isinstance(entry, LookupMiss):
         return entry
     try:
         return entry, codec.decode_header(entry.meta, key=key)
     except CodecError:
-        return Unfound.UNKNOWN
+        return LookupMiss.UNKNOWN
 
 
-def _verified_copy(entry: UnleasedEntry, header: codec.PayloadHeader) -> bytearray | None:
+def _copy_if_verified(entry: UnleasedEntry, header: codec.PayloadHeader) -> bytearray | None:
     payload = bytearray(entry.payload)
     try:
-        codec.verify(header, memoryview(payload))
+        codec.verify_checksums(header, memoryview(payload))
     except CodecError:
         return None
     return payload if entry.confirm() else None
 
 
-def _copied_into(target: memoryview, entry: UnleasedEntry, header: codec.PayloadHeader) -> bool:
+def _copy_into_if_verified(target: memoryview, entry: UnleasedEntry, header: codec.PayloadHeader) -> bool:
     source = entry.payload
     return target.nbytes == source.nbytes and _copy_verified(target, source, header) and entry.confirm()
 
@@ -316,7 +319,7 @@ def _copy_verified(target: memoryview, source: memoryview, header: codec.Payload
     segments = len(header.checksums)
     if source.nbytes % segments:
         return False
-    return copy_checksummed(target, source, segments, of="target") == header.checksums
+    return copy_checksummed(target, source, segments, checksum_of="target") == header.checksums
 
 
 def _sum_and_copy(target: memoryview, source: memoryview, start: int, end: int) -> int:
@@ -339,7 +342,7 @@ def _copy_and_sum(target: memoryview, source: memoryview, start: int, end: int) 
     return hasher.intdigest()
 
 
-def _header(store: Store, lease: Lease, deadline_s: float) -> codec.PayloadHeader:
+def _decode_header(store: Store, lease: Lease, deadline_s: float) -> codec.PayloadHeader:
     try:
         return codec.decode_header(lease.meta, key=lease.key)
     except CodecError as e:
@@ -349,7 +352,7 @@ def _header(store: Store, lease: Lease, deadline_s: float) -> codec.PayloadHeade
 
 
 @contextlib.contextmanager
-def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
+def _releasing(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
     try:
         yield
     finally:
@@ -363,6 +366,6 @@ def _discard(store: Store, key: bytes, deadline_s: float) -> None:
         store.delete([key], deadline_s=deadline_s)
 
 
-def _give_up(store: Store, reservation: Reservation, deadline_s: float) -> None:
+def _release_reservation(store: Store, reservation: Reservation, deadline_s: float) -> None:
     with contextlib.suppress(StoreUnavailable):
         store.release([reservation.token], deadline_s=deadline_s)

@@ -41,17 +41,17 @@ class FaultyStore(Store):
         self.calls: dict[str, int] = {}
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        self._fault("contains", deadline_s)
+        self._inject_fault("contains", deadline_s)
         return self.inner.contains(keys, deadline_s=deadline_s)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
-        self._fault("lease", deadline_s)
+        self._inject_fault("lease", deadline_s)
         return self.inner.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
 
     def reserve(
         self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
-        self._fault("reserve", deadline_s)
+        self._inject_fault("reserve", deadline_s)
         if self.full:
             return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
@@ -59,19 +59,19 @@ class FaultyStore(Store):
         return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
-        self._fault("commit", deadline_s)
+        self._inject_fault("commit", deadline_s)
         return self.inner.commit(written, deadline_s=deadline_s)
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
-        self._fault("release", deadline_s)
+        self._inject_fault("release", deadline_s)
         self.inner.release(tokens, deadline_s=deadline_s)
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
-        self._fault("delete", deadline_s)
+        self._inject_fault("delete", deadline_s)
         return self.inner.delete(keys, deadline_s=deadline_s)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
-        self._fault("stat", deadline_s)
+        self._inject_fault("stat", deadline_s)
         return self.inner.stat(deadline_s=deadline_s)
 
     @property
@@ -79,12 +79,12 @@ class FaultyStore(Store):
         return self.inner.can_peek
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        self._fault("peek", self.slow_s)
+        self._inject_fault("peek", self.slow_s)
         return self.inner.peek(keys)
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
         # With `corrupt_reads` None, because copies by a device would bypass `view`.
-        return None if self.corrupt_reads else self.inner.mapped(arena_id)
+        return None if self.corrupt_reads else self.inner.arena_memory(arena_id)
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         self.calls["view"] = self.calls.get("view", 0) + 1
@@ -98,7 +98,7 @@ class FaultyStore(Store):
     def close(self) -> None:
         self.inner.close()
 
-    def _fault(self, method: str, deadline_s: float) -> None:
+    def _inject_fault(self, method: str, deadline_s: float) -> None:
         self.calls[method] = self.calls.get(method, 0) + 1
         if self.unavailable:
             raise StoreUnavailable("fault: no store", reason="store_down")

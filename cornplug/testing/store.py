@@ -22,89 +22,95 @@ from cornplug.testing.store_writing import (
     DEADLINE_S,
     StoreStage,
     WritingContract,
+    contains,
     fill,
-    key,
+    key_of,
     lease,
-    present,
     put,
     reserve,
 )
 
 _GROUP = b"g" * 16
-__all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", "present", "put", "reserve"]
+__all__ = [
+    "DEADLINE_S",
+    "StoreContract",
+    "StoreStage",
+    "contains",
+    "fill",
+    "key_of",
+    "lease",
+    "put",
+    "reserve",
+]
 
 
-def reserve_seen(
+def reserve_if_seen(
     store: Store, name: object, size_bytes: int = 64, part: WriterPart | None = None
 ) -> Reservation | ReserveRefusal:
     """Reserve an entry with `only_seen`, so that the store reserves it only if another request named the key
     before."""
-    entries = [(key(name), size_bytes)]
+    entries = [(key_of(name), size_bytes)]
     return store.reserve(entries, ReserveTerms("test", part=part, only_seen=True), deadline_s=DEADLINE_S)[0]
 
 
-class SightingContract:
+class OnlySeenContract:
     """Tests of `reserve` with `only_seen`, part of `StoreContract`."""
 
     capacity_bytes: ClassVar[int]
 
     @pytest.mark.parametrize("elsewhere", [False, True])
-    def test_the_second_request_for_a_key_gets_room(
-        self, store: Store, other: Store, elsewhere: bool
-    ) -> None:
-        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
-        assert reserve_seen(store, "b") is ReserveRefusal.FIRST_SIGHT
-        assert isinstance(reserve_seen(other if elsewhere else store, "a"), Reservation)
-        assert reserve_seen(store, "a") is ReserveRefusal.PENDING
+    def test_second_request_is_reserved(self, store: Store, other: Store, elsewhere: bool) -> None:
+        assert reserve_if_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+        assert reserve_if_seen(store, "b") is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(reserve_if_seen(other if elsewhere else store, "a"), Reservation)
+        assert reserve_if_seen(store, "a") is ReserveRefusal.PENDING
 
-    def test_a_key_twice_in_a_batch_is_of_two_requests(self, store: Store) -> None:
-        entries = [(key("a"), 64), (key("a"), 64)]
+    def test_key_twice_in_batch_counts_twice(self, store: Store) -> None:
+        entries = [(key_of("a"), 64), (key_of("a"), 64)]
         answers = store.reserve(entries, ReserveTerms("test", only_seen=True), deadline_s=DEADLINE_S)
         assert answers[0] is ReserveRefusal.FIRST_SIGHT
         assert isinstance(answers[1], Reservation)
 
-    def test_other_questions_are_no_sightings(self, store: Store) -> None:
-        assert present(store, "a") == b"\0"
+    def test_other_calls_do_not_count_as_seen(self, store: Store) -> None:
+        assert contains(store, "a") == b"\0"
         room = reserve(store, "a", 64)
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
-        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+        assert reserve_if_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
 
-    def test_a_present_key_is_present_seen_or_not(self, store: Store) -> None:
+    def test_stored_key_is_reported_present(self, store: Store) -> None:
         fill(store, "a", b"payload")
-        assert reserve_seen(store, "a") is ReserveRefusal.PRESENT
-        assert reserve_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.FIRST_SIGHT
-        assert reserve_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.TOO_LARGE
+        assert reserve_if_seen(store, "a") is ReserveRefusal.PRESENT
+        assert reserve_if_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.FIRST_SIGHT
+        assert reserve_if_seen(store, "big", self.capacity_bytes + 1) is ReserveRefusal.TOO_LARGE
 
-    def test_a_key_that_was_stored_and_is_gone_is_still_seen(self, store: Store) -> None:
-        assert reserve_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
-        room = reserve_seen(store, "a")
+    def test_deleted_key_is_still_seen(self, store: Store) -> None:
+        assert reserve_if_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
+        room = reserve_if_seen(store, "a")
         assert isinstance(room, Reservation)
         assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
-        assert store.delete([key("a")], deadline_s=DEADLINE_S) == 1
-        assert isinstance(reserve_seen(store, "a"), Reservation)
+        assert store.delete([key_of("a")], deadline_s=DEADLINE_S) == 1
+        assert isinstance(reserve_if_seen(store, "a"), Reservation)
 
     @pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1)])
-    def test_parts_of_one_request_are_one_sighting(
-        self, store: Store, other: Store, order: tuple[int, ...]
-    ) -> None:
+    def test_parts_of_one_group_count_once(self, store: Store, other: Store, order: tuple[int, ...]) -> None:
         ranks = store, other
-        answers = [reserve_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)) for i in order]
+        answers = [reserve_if_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)) for i in order]
         assert answers[:2] == [ReserveRefusal.FIRST_SIGHT] * 2
         assert all(isinstance(answer, Reservation) for answer in answers[2:])
 
-    def test_a_part_is_seen_once_a_writer_outside_its_group_was(self, stage: StoreStage) -> None:
+    def test_other_writer_makes_part_seen(self, stage: StoreStage) -> None:
         ranks = [stage.connect(), stage.connect()]
-        assert reserve_seen(stage.connect(), "a", 128) is ReserveRefusal.FIRST_SIGHT
+        assert reserve_if_seen(stage.connect(), "a", 128) is ReserveRefusal.FIRST_SIGHT
         for i in range(2):
-            assert isinstance(reserve_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)), Reservation)
+            assert isinstance(reserve_if_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)), Reservation)
 
-    def test_a_group_counts_for_other_writers(self, store: Store, other: Store) -> None:
-        assert reserve_seen(store, "a", 128, WriterPart(_GROUP, 0, 2)) is ReserveRefusal.FIRST_SIGHT
-        assert isinstance(reserve_seen(other, "a", 128), Reservation)
+    def test_group_makes_key_seen_for_others(self, store: Store, other: Store) -> None:
+        assert reserve_if_seen(store, "a", 128, WriterPart(_GROUP, 0, 2)) is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(reserve_if_seen(other, "a", 128), Reservation)
 
 
-class StoreContract(WritingContract, SightingContract):
+class StoreContract(WritingContract, OnlySeenContract):
     """Contract tests of a store. Subclasses set the store's `capacity_bytes` and define the fixture
     `stage`."""
 
@@ -119,23 +125,23 @@ class StoreContract(WritingContract, SightingContract):
         return stage.connect()
 
     @property
-    def quarter(self) -> int:
+    def quarter_bytes(self) -> int:
         return self.capacity_bytes // 4
 
     def test_store_entry_before_commit_is_invisible(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 100)
         assert isinstance(room, Reservation)
-        assert present(other, "a") == b"\0"
+        assert contains(other, "a") == b"\0"
         assert lease(other, "a") is None
         store.view(room.location, writable=True)[:] = b"x" * 100
         assert store.commit([(room, b"m")], deadline_s=DEADLINE_S) == [True]
-        assert present(other, "a") == b"\1"
+        assert contains(other, "a") == b"\1"
 
     def test_store_entry_reads_equal_in_another_client(self, store: Store, other: Store) -> None:
         fill(store, "a", b"payload")
         held = lease(other, "a")
         assert held is not None
-        assert (held.key, held.meta, bytes(other.view(held.location))) == (key("a"), b"meta", b"payload")
+        assert (held.key, held.meta, bytes(other.view(held.location))) == (key_of("a"), b"meta", b"payload")
         assert held.location.size == 7
         assert held.location.offset % 64 == 0
 
@@ -145,11 +151,11 @@ class StoreContract(WritingContract, SightingContract):
         assert held is not None
         assert store.view(held.location).readonly
 
-    def test_store_contains_answers_each_key(self, store: Store) -> None:
+    def test_store_contains_reports_each_key(self, store: Store) -> None:
         for name in (0, 1, 3):
             fill(store, name, b"x")
-        assert present(store, 0, 1, 2, 3) == b"\1\1\0\1"
-        assert present(store) == b""
+        assert contains(store, 0, 1, 2, 3) == b"\1\1\0\1"
+        assert contains(store) == b""
 
     def test_store_empty_payload_is_an_entry(self, store: Store) -> None:
         fill(store, "empty", b"")
@@ -166,7 +172,9 @@ class StoreContract(WritingContract, SightingContract):
         assert reserve(other, "a", 10) is ReserveRefusal.PRESENT
 
     def test_store_reserve_one_key_twice_is_pending(self, store: Store) -> None:
-        answers = store.reserve([(key("a"), 8), (key("a"), 8)], ReserveTerms("test"), deadline_s=DEADLINE_S)
+        answers = store.reserve(
+            [(key_of("a"), 8), (key_of("a"), 8)], ReserveTerms("test"), deadline_s=DEADLINE_S
+        )
         assert isinstance(answers[0], Reservation)
         assert answers[1] is ReserveRefusal.PENDING
 
@@ -189,48 +197,48 @@ class StoreContract(WritingContract, SightingContract):
 
     def test_store_eviction_takes_least_recently_used_first(self, store: Store) -> None:
         for name in range(4):
-            fill(store, name, b"x" * self.quarter)
+            fill(store, name, b"x" * self.quarter_bytes)
         held = lease(store, 0)
         assert held is not None
         store.release([held.token], deadline_s=DEADLINE_S)
-        fill(store, 4, b"x" * self.quarter)
-        assert present(store, 0, 1, 2, 3, 4) == b"\1\0\1\1\1"
+        fill(store, 4, b"x" * self.quarter_bytes)
+        assert contains(store, 0, 1, 2, 3, 4) == b"\1\0\1\1\1"
         assert store.stat(deadline_s=DEADLINE_S).evictions == 1
 
     def test_store_contains_does_not_refresh(self, store: Store) -> None:
         for name in range(4):
-            fill(store, name, b"x" * self.quarter)
+            fill(store, name, b"x" * self.quarter_bytes)
         before = store.stat(deadline_s=DEADLINE_S)
-        assert present(store, 0) == b"\1"
+        assert contains(store, 0) == b"\1"
         after = store.stat(deadline_s=DEADLINE_S)
         # Ignore these fields, because entries may be written to a disk or to far stores at the same time.
         same = msgspec.structs.replace(
             after, found=before.found, absent=before.absent, disk=before.disk, far=before.far
         )
         assert same == before
-        fill(store, 4, b"x" * self.quarter)
-        assert present(store, 0) == b"\0"
+        fill(store, 4, b"x" * self.quarter_bytes)
+        assert contains(store, 0) == b"\0"
 
     def test_store_leased_entries_stay_and_refusal_evicts_nothing(self, store: Store, other: Store) -> None:
         for name in range(4):
-            fill(store, name, b"x" * self.quarter)
+            fill(store, name, b"x" * self.quarter_bytes)
         held = [lease(store, name) for name in (0, 2)]
-        assert reserve(other, "big", self.quarter * 2) is ReserveRefusal.FULL
-        assert present(store, 0, 1, 2, 3) == b"\1\1\1\1"
+        assert reserve(other, "big", self.quarter_bytes * 2) is ReserveRefusal.FULL
+        assert contains(store, 0, 1, 2, 3) == b"\1\1\1\1"
         store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
-        assert isinstance(reserve(store, "big", self.quarter * 2), Reservation)
+        assert isinstance(reserve(store, "big", self.quarter_bytes * 2), Reservation)
 
     def test_store_one_client_holds_at_most_three_quarters(self, store: Store, other: Store) -> None:
         for name in range(4):
-            fill(store, name, b"x" * self.quarter)
+            fill(store, name, b"x" * self.quarter_bytes)
         held = [lease(store, name) for name in range(3)]
         assert None not in held
         assert lease(store, 3) is None
         assert lease(store, 0) is not None, "a leased entry can be leased again"
-        assert isinstance(reserve(store, "new", self.quarter), Reservation), "the rest is for writers"
+        assert isinstance(reserve(store, "new", self.quarter_bytes), Reservation), "the rest is for writers"
         assert lease(other, 0) is not None
         store.release([each.token for each in held[1:] if each], deadline_s=DEADLINE_S)
-        assert isinstance(reserve(store, "newer", self.quarter), Reservation)
+        assert isinstance(reserve(store, "newer", self.quarter_bytes), Reservation)
 
     def test_store_two_leases_need_two_releases(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
@@ -263,8 +271,8 @@ class StoreContract(WritingContract, SightingContract):
         fill(store, "a", b"old" * 10)
         held = lease(other, "a")
         assert held is not None
-        assert store.delete([key("a"), key("absent")], deadline_s=DEADLINE_S) == 1
-        assert present(store, "a") == b"\0"
+        assert store.delete([key_of("a"), key_of("absent")], deadline_s=DEADLINE_S) == 1
+        assert contains(store, "a") == b"\0"
         assert lease(store, "a") is None
         fill(store, "a", b"new" * 10)
         assert bytes(other.view(held.location)) == b"old" * 10
@@ -272,7 +280,7 @@ class StoreContract(WritingContract, SightingContract):
         other.release([held.token], deadline_s=DEADLINE_S)
         assert other.stat(deadline_s=DEADLINE_S).used_bytes == used - 64
 
-    def test_store_reused_room_has_another_generation(self, store: Store) -> None:
+    def test_store_reused_memory_has_new_generation(self, store: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         first = lease(store, "a")
         assert first is not None
@@ -309,14 +317,14 @@ class StoreContract(WritingContract, SightingContract):
             store.contains([b"short"], deadline_s=DEADLINE_S)
         with pytest.raises(ValueError, match="-1 bytes"):
             reserve(store, "a", -1)
-        assert present(store, "a") == b"\0"
+        assert contains(store, "a") == b"\0"
 
     def test_store_closed_connection_is_unavailable(self, stage: StoreStage) -> None:
         gone = stage.connect()
         gone.close()
         gone.close()
         with pytest.raises(StoreUnavailable) as e:
-            present(gone, "a")
+            contains(gone, "a")
         assert e.value.reason == "store_down"
 
     @pytest.mark.parametrize("segments", [1, 4])
@@ -324,15 +332,15 @@ class StoreContract(WritingContract, SightingContract):
         payload = bytes(range(256)) * 256
         assert put(store, payload, segments) == "stored"
         assert put(other, payload, segments) == "present"
-        found = get_payload(other, key("e"), deadline_s=DEADLINE_S)
+        found = get_payload(other, key_of("e"), deadline_s=DEADLINE_S)
         assert found is not None
         assert found[1] == payload
         assert (found[0].shape, found[0].dtype) == ((64, 512), "float16")
         target = bytearray(len(payload))
-        header = get_payload_into(other, key("e"), memoryview(target), deadline_s=DEADLINE_S)
+        header = get_payload_into(other, key_of("e"), memoryview(target), deadline_s=DEADLINE_S)
         assert header == found[0]
         assert target == payload
-        assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
+        assert get_payload(other, key_of("none"), deadline_s=DEADLINE_S) is None
         assert store.stat(deadline_s=DEADLINE_S).leases == 0
 
     def test_store_copying_reads_count_and_refresh(self, store: Store, other: Store) -> None:
@@ -340,39 +348,43 @@ class StoreContract(WritingContract, SightingContract):
             put_payload(
                 store,
                 NewPayload(
-                    bytes(self.quarter), PayloadKind.EMBEDDING, key=key(name), dtype="float16", shape=(1,)
+                    bytes(self.quarter_bytes),
+                    PayloadKind.EMBEDDING,
+                    key=key_of(name),
+                    dtype="float16",
+                    shape=(1,),
                 ),
                 app="test",
                 deadline_s=DEADLINE_S,
             )
-        target = memoryview(bytearray(self.quarter))
-        assert get_payload(other, key(0), deadline_s=DEADLINE_S) is not None
-        assert get_payload_into(other, key(1), target, deadline_s=DEADLINE_S) is not None
-        assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
+        target = memoryview(bytearray(self.quarter_bytes))
+        assert get_payload(other, key_of(0), deadline_s=DEADLINE_S) is not None
+        assert get_payload_into(other, key_of(1), target, deadline_s=DEADLINE_S) is not None
+        assert get_payload(other, key_of("none"), deadline_s=DEADLINE_S) is None
         stat = store.stat(deadline_s=DEADLINE_S)
         assert (stat.hits, stat.misses, stat.leases) == (2, 1, 0)
-        fill(store, 4, b"x" * self.quarter)
-        fill(store, 5, b"x" * self.quarter)
-        assert present(store, *range(6)) == b"\1\1\0\0\1\1"
+        fill(store, 4, b"x" * self.quarter_bytes)
+        fill(store, 5, b"x" * self.quarter_bytes)
+        assert contains(store, *range(6)) == b"\1\1\0\0\1\1"
 
     def test_store_corrupt_byte_is_found_and_entry_deleted(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
-        for read in (_read, _read_into):
+        for read in (_read_payload, _read_payload_into):
             assert put(store, b"abcd" * 16384, 2) == "stored"
             held = lease(store, "e")
             assert held is not None
-            stage.raw(store, held.location)[40000] ^= 4
+            stage.raw_view(store, held.location)[40000] ^= 4
             store.release([held.token], deadline_s=DEADLINE_S)
             with pytest.raises(CodecError) as e:
                 read(other)
             assert e.value.reason == "corrupt"
-            assert present(store, "e") == b"\0"
+            assert contains(store, "e") == b"\0"
 
 
-def _read(store: Store) -> None:
-    get_payload(store, key("e"), deadline_s=DEADLINE_S)
+def _read_payload(store: Store) -> None:
+    get_payload(store, key_of("e"), deadline_s=DEADLINE_S)
 
 
-def _read_into(store: Store) -> None:
-    get_payload_into(store, key("e"), memoryview(bytearray(65536)), deadline_s=DEADLINE_S)
+def _read_payload_into(store: Store) -> None:
+    get_payload_into(store, key_of("e"), memoryview(bytearray(65536)), deadline_s=DEADLINE_S)

@@ -41,36 +41,45 @@ class StoreStage:
     reclaim_s: float
     """Seconds after which the memory of an expired reservation is reused, even if the writer is still
     connected and has sent nothing."""
-    raw: Callable[[Store, PayloadLocation], memoryview]
+    raw_view: Callable[[Store, PayloadLocation], memoryview]
     """Function that returns the bytes of a location, writable and without the checks of `view`, as a stray
     write would access them.
     """
 
 
-def key(name: object) -> bytes:
+def key_of(name: object) -> bytes:
     """Return the store key for a name in a test."""
     return hashlib.sha256(repr(name).encode()).digest()
 
 
 def reserve(store: Store, name: object, size_bytes: int, app: str = "test") -> Reservation | ReserveRefusal:
-    return store.reserve([(key(name), size_bytes)], ReserveTerms(app), deadline_s=DEADLINE_S)[0]
+    return store.reserve([(key_of(name), size_bytes)], ReserveTerms(app), deadline_s=DEADLINE_S)[0]
 
 
 def reserve_part(
     store: Store, name: object, size_bytes: int, index: int, count: int = 2, group: bytes = b"g" * 16
 ) -> Reservation | ReserveRefusal:
     part = WriterPart(group, index, count)
-    return store.reserve([(key(name), size_bytes)], ReserveTerms("test", part=part), deadline_s=DEADLINE_S)[0]
+    return store.reserve(
+        [(key_of(name), size_bytes)], ReserveTerms("test", part=part), deadline_s=DEADLINE_S
+    )[0]
 
 
-def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:
-    """Write and commit the segments `mine` of a payload. Return whether the store accepted the commit."""
+def write_part(
+    store: Store, reservation: Reservation, payload: bytes, segments: int, own_segments: range
+) -> bool:
+    """Write and commit the segments `own_segments` of a payload. Return whether the store accepted the
+    commit."""
     step = len(payload) // segments
-    view = store.view(room.location, writable=True)
-    view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
-    sums = {i: codec.checksum(payload[i * step : (i + 1) * step]) for i in mine}
-    meta = codec.encode_part(PayloadKind.KV_PAGE, room.key, "float16", (len(payload) // 2,), segments, sums)
-    return store.commit([(room, meta)], deadline_s=DEADLINE_S) == [True]
+    view = store.view(reservation.location, writable=True)
+    view[own_segments.start * step : own_segments.stop * step] = payload[
+        own_segments.start * step : own_segments.stop * step
+    ]
+    sums = {i: codec.checksum(payload[i * step : (i + 1) * step]) for i in own_segments}
+    meta = codec.encode_partial_header(
+        PayloadKind.KV_PAGE, reservation.key, "float16", (len(payload) // 2,), segments, sums
+    )
+    return store.commit([(reservation, meta)], deadline_s=DEADLINE_S) == [True]
 
 
 def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
@@ -82,11 +91,11 @@ def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
 
 
 def lease(store: Store, name: object, ttl_s: float = 60.0) -> Lease | None:
-    return store.lease([key(name)], ttl_s=ttl_s, deadline_s=DEADLINE_S)[0]
+    return store.lease([key_of(name)], ttl_s=ttl_s, deadline_s=DEADLINE_S)[0]
 
 
-def present(store: Store, *names: object) -> bytes:
-    return store.contains([key(name) for name in names], deadline_s=DEADLINE_S)
+def contains(store: Store, *names: object) -> bytes:
+    return store.contains([key_of(name) for name in names], deadline_s=DEADLINE_S)
 
 
 def put(store: Store, payload: bytes, segments: int) -> str:
@@ -95,7 +104,7 @@ def put(store: Store, payload: bytes, segments: int) -> str:
     return put_payload(
         store,
         NewPayload(
-            payload, PayloadKind.EMBEDDING, key=key("e"), dtype="float16", shape=shape, segments=segments
+            payload, PayloadKind.EMBEDDING, key=key_of("e"), dtype="float16", shape=shape, segments=segments
         ),
         app="test",
         deadline_s=DEADLINE_S,
@@ -126,19 +135,19 @@ class WritingContract:
         worker.view(room.location, writable=True)[:8] = b"in time!"
         if how == "committed":
             assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
-            assert store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+            assert store.delete([key_of("a")], deadline_s=DEADLINE_S) == 1
         elif how == "released":
             scheduler.release([room.token], deadline_s=DEADLINE_S)
             assert scheduler.stat(deadline_s=DEADLINE_S).reservations == 0
             stage.advance(stage.quarantine_s + 0.1)
         elif how == "expired":
             stage.advance(stage.reservation_s + 0.1)
-            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            store.lease([key_of("a")], ttl_s=1, deadline_s=DEADLINE_S)
             assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [False]
         else:
             scheduler.close()
             stage.advance(0.1)
-            store.lease([key("a")], ttl_s=1, deadline_s=DEADLINE_S)
+            store.lease([key_of("a")], ttl_s=1, deadline_s=DEADLINE_S)
             stage.advance(stage.quarantine_s + 0.1)
         fill(store, "b", b"x" * size)
         with pytest.raises(StoreUnavailable) as e:
@@ -150,7 +159,7 @@ class WritingContract:
             worker.view(held.location, writable=True)
         assert bytes(store.view(held.location)) == b"x" * size
 
-    def test_store_room_of_dead_writer_is_quarantined(self, stage: StoreStage, store: Store) -> None:
+    def test_store_quarantines_dead_writer_memory(self, stage: StoreStage, store: Store) -> None:
         gone = stage.connect()
         assert isinstance(reserve(gone, "a", self.capacity_bytes), Reservation)
         gone.close()
@@ -159,7 +168,7 @@ class WritingContract:
         stage.advance(stage.quarantine_s)
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
 
-    def test_store_expired_reservation_room_waits_for_its_writer(
+    def test_store_expired_memory_waits_for_writer(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
         """The key that a stopped or hung client reserved must become available, but the memory must not be
@@ -171,19 +180,17 @@ class WritingContract:
         assert reserve(other, "a", 64) is ReserveRefusal.FULL
         assert other.stat(deadline_s=DEADLINE_S).reservations == 0
         assert store.commit([(room, b"late")], deadline_s=DEADLINE_S) == [False]
-        assert present(other, "a") == b"\0"
+        assert contains(other, "a") == b"\0"
         assert isinstance(reserve(other, "a", self.capacity_bytes), Reservation)
 
-    def test_store_room_of_silent_writer_comes_back(
-        self, stage: StoreStage, store: Store, other: Store
-    ) -> None:
+    def test_store_reclaims_silent_writer_memory(self, stage: StoreStage, store: Store, other: Store) -> None:
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
         for passed_s, answer in ((stage.reservation_s, False), (stage.reclaim_s, True)):
             stage.advance(passed_s + 0.1)
-            present(other, "a")
+            contains(other, "a")
             assert isinstance(reserve(other, "b", self.capacity_bytes), Reservation) == answer
 
-    def test_store_parts_make_the_entry_of_one_writer(self, store: Store, other: Store) -> None:
+    def test_store_parts_equal_one_writers_entry(self, store: Store, other: Store) -> None:
         payload = bytes(range(256)) * 16
         rooms = [reserve_part(each, "a", len(payload), i) for i, each in enumerate((store, other))]
         assert isinstance(rooms[0], Reservation)
@@ -191,10 +198,10 @@ class WritingContract:
         assert rooms[0].location == rooms[1].location
         assert rooms[0].token != rooms[1].token
         assert write_part(other, rooms[1], payload, 8, range(4, 8))
-        assert present(store, "a") == b"\0"
+        assert contains(store, "a") == b"\0"
         assert other.commit([(rooms[0], b"theirs")], deadline_s=DEADLINE_S) == [False]
         assert write_part(store, rooms[0], payload, 8, range(4))
-        found = get_payload(other, key("a"), deadline_s=DEADLINE_S)
+        found = get_payload(other, key_of("a"), deadline_s=DEADLINE_S)
         assert found is not None
         assert found[1] == payload
         assert len(found[0].checksums) == 8
@@ -211,7 +218,7 @@ class WritingContract:
         assert store.stat(deadline_s=DEADLINE_S).reservations == 1
 
     @pytest.mark.parametrize("how", ["overlap", "hole", "meta"])
-    def test_store_incomplete_parts_are_no_entry(self, store: Store, other: Store, how: str) -> None:
+    def test_store_incomplete_parts_make_no_entry(self, store: Store, other: Store, how: str) -> None:
         payload = b"abcdefgh" * 16
         first, second = reserve_part(store, "a", 128, 0), reserve_part(other, "a", 128, 1)
         assert isinstance(first, Reservation)
@@ -222,11 +229,11 @@ class WritingContract:
         else:
             mine = range(1, 4) if how == "overlap" else range(3, 4)
             assert not write_part(other, second, payload, 4, mine)
-        assert present(store, "a") == b"\0"
+        assert contains(store, "a") == b"\0"
         stat = store.stat(deadline_s=DEADLINE_S)
         assert (stat.used_bytes, stat.reservations) == (0, 0)
 
-    def test_store_part_given_up_ends_all_parts(self, stage: StoreStage, store: Store, other: Store) -> None:
+    def test_store_released_part_ends_all_parts(self, stage: StoreStage, store: Store, other: Store) -> None:
         size = self.capacity_bytes
         first, second = reserve_part(store, "a", size, 0), reserve_part(other, "a", size, 1)
         assert isinstance(first, Reservation)
@@ -242,7 +249,7 @@ class WritingContract:
         assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(other, "b", size), Reservation)
 
-    def test_store_part_whose_connection_ends_ends_all_parts(self, stage: StoreStage, store: Store) -> None:
+    def test_store_lost_part_writer_ends_all_parts(self, stage: StoreStage, store: Store) -> None:
         size = self.capacity_bytes
         gone = stage.connect()
         mine, theirs = reserve_part(store, "a", size, 0), reserve_part(gone, "a", size, 1)
@@ -256,7 +263,7 @@ class WritingContract:
         assert store.commit([(mine, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(store, "a", size), Reservation)
 
-    def test_store_part_without_the_others_expires(self, stage: StoreStage, store: Store) -> None:
+    def test_store_part_without_others_expires(self, stage: StoreStage, store: Store) -> None:
         size = self.capacity_bytes
         room = reserve_part(store, "a", size, 0)
         assert isinstance(room, Reservation)

@@ -46,35 +46,35 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.config import Config, load
-from cornplug.qos import LEAST_SHARE, QosClasses, ServiceClass
+from cornplug.qos import MIN_SHARE, QosClasses, ServiceClass
 
 Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 
-_MEMORY_S: Final = 60.0
+_RATE_TIME_CONSTANT_S: Final = 60.0
 """Time constant of the measured rate, in seconds of time during which requests are queued. After one time
 constant, the weight of a measurement has dropped to about a third."""
-_LEAST_FIRST_TOKENS: Final = 3
+_MIN_FIRST_TOKENS: Final = 3
 """Minimum number of first tokens for a prediction. Only tokens that arrive while requests are queued
 count."""
-_LONGEST_RETRY_S: Final = 60.0
+_MAX_RETRY_S: Final = 60.0
 PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
-_PERIOD_S: Final = 0.5
-_READ_S: Final = 0.25
+_READ_INTERVAL_S: Final = 0.5
+_READ_TIMEOUT_S: Final = 0.25
 """Maximum seconds that a request waits for a new reading of vLLM's metrics. After this time, the previous
 reading is used."""
 _WAITING: Final = "vllm:num_requests_waiting"
 _FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
 _PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
 _PREFILLS: Final = "vllm:request_prefill_time_seconds_count"
-_NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
+_METRIC_NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueReading:
     """vLLM's queue metrics at one time, summed over its engines."""
 
-    at_s: float
+    time_s: float
     waiting: float
     """Number of requests in the engines' queues."""
     first_tokens: float
@@ -97,7 +97,7 @@ class TtftVerdict:
     request is admitted."""
 
     @property
-    def admitted(self) -> bool:
+    def is_admitted(self) -> bool:
         return self.outcome in ("admitted", "blind")
 
 
@@ -107,60 +107,68 @@ class TtftForecast:
 
     def __init__(self, classes: Sequence[ServiceClass]) -> None:
         self._shares: Final[Mapping[str, float]] = {c.name: c.share for c in classes}
-        promised = [c.deadline_s for c in classes if c.deadline_s is not None and c.share > LEAST_SHARE]
-        self._promised_s: Final = sorted(promised)
+        promised = [c.deadline_s for c in classes if c.deadline_s is not None and c.share > MIN_SHARE]
+        self._class_deadlines_s: Final = sorted(promised)
         self._pending = dict.fromkeys(self._shares, 0)
-        self._since_reading = 0
-        self._last: QueueReading | None = None
+        self._sent_since_reading = 0
+        self._last_reading: QueueReading | None = None
         self._saturated_s = 0.0
         self._first_tokens = 0.0
         self._prefill_s = 0.0
         self._prefills = 0.0
-        self._believed = False
+        self._has_rate = False
 
-    def read(self, now: QueueReading | None) -> None:
+    def update(self, reading: QueueReading | None) -> None:
         """Update the forecast with a new reading of vLLM's metrics, or with None if the metrics cannot be
         read."""
-        last, self._last = self._last, now
-        self._since_reading = 0
-        if last is None or now is None or now.at_s <= last.at_s or now.first_tokens < last.first_tokens:
+        last, self._last_reading = self._last_reading, reading
+        self._sent_since_reading = 0
+        if (
+            last is None
+            or reading is None
+            or reading.time_s <= last.time_s
+            or reading.first_tokens < last.first_tokens
+        ):
             return
-        if now.prefills > last.prefills:
-            self._prefill_s, self._prefills = now.prefill_s, now.prefills
+        if reading.prefills > last.prefills:
+            self._prefill_s, self._prefills = reading.prefill_s, reading.prefills
         # While requests wait, the rate of first tokens shows the engine's speed. Otherwise it shows the
         # arrival rate.
-        if last.waiting > 0 and now.waiting > 0:
-            seconds = now.at_s - last.at_s
-            kept = math.exp(-seconds / _MEMORY_S)
+        if last.waiting > 0 and reading.waiting > 0:
+            seconds = reading.time_s - last.time_s
+            kept = math.exp(-seconds / _RATE_TIME_CONSTANT_S)
             self._saturated_s = self._saturated_s * kept + seconds
-            self._first_tokens = self._first_tokens * kept + now.first_tokens - last.first_tokens
-            self._believed = self._believed or self._first_tokens >= _LEAST_FIRST_TOKENS
+            self._first_tokens = self._first_tokens * kept + reading.first_tokens - last.first_tokens
+            self._has_rate = self._has_rate or self._first_tokens >= _MIN_FIRST_TOKENS
 
-    def enters(self, qos: ServiceClass) -> None:
+    def record_sent(self, qos: ServiceClass) -> None:
         """Record that a request of this service class was sent to the engine."""
         self._pending[qos.name] += 1
-        self._since_reading += 1
+        self._sent_since_reading += 1
 
-    def leaves(self, qos: ServiceClass) -> None:
+    def record_first_token(self, qos: ServiceClass) -> None:
         """Record that a request of this service class has received its first token, or has ended without
         one."""
         self._pending[qos.name] -= 1
 
     def decide(self, qos: ServiceClass, now_s: float) -> TtftVerdict:
         """Decide whether to admit a request of this service class now."""
-        if self._last is None:
+        if self._last_reading is None:
             return TtftVerdict(outcome="blind")
-        if not self._believed:
+        if not self._has_rate:
             return TtftVerdict(outcome="admitted")
         rate = max(self._first_tokens / self._saturated_s, 1e-6)
-        queue = self._queue(self._last, now_s, rate)
+        queue = self._estimate_queue(self._last_reading, now_s, rate)
         if queue <= 0:
             return TtftVerdict(outcome="admitted")
         prefill_s = self._prefill_s / self._prefills if self._prefills else 0.0
-        wait_s = _likely(queue + 1) / rate + prefill_s
+        wait_s = _upper_queue_length(queue + 1) / rate + prefill_s
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
-            return _refused("overloaded", wait_s, wait_s - qos.deadline_s)
-        rooms = (_served(rate * max(deadline_s - prefill_s, 0.0)) for deadline_s in self._promised_s)
+            return _rejected_verdict("overloaded", wait_s, wait_s - qos.deadline_s)
+        rooms = (
+            _queue_length_for(rate * max(deadline_s - prefill_s, 0.0))
+            for deadline_s in self._class_deadlines_s
+        )
         # Do not reserve capacity for a deadline that would be missed even with an empty queue.
         room = next((room for room in rooms if room >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
@@ -172,17 +180,17 @@ class TtftForecast:
             )
             over = queue + 1 + kept_free - room
             if over > 0:
-                return _refused("over_share", wait_s, over / rate)
+                return _rejected_verdict("over_share", wait_s, over / rate)
         return TtftVerdict(outcome="admitted", wait_s=wait_s)
 
-    def _queue(self, last: QueueReading, now_s: float, rate: float) -> float:
+    def _estimate_queue(self, last: QueueReading, now_s: float, rate: float) -> float:
         """Estimate the number of requests ahead of a new request: requests queued at the last reading of the
         metrics, plus requests sent since, minus requests that the engine has started since."""
-        since = min(self._since_reading, sum(self._pending.values()))
-        return last.waiting + since - rate * max(now_s - last.at_s, 0.0)
+        since = min(self._sent_since_reading, sum(self._pending.values()))
+        return last.waiting + since - rate * max(now_s - last.time_s, 0.0)
 
 
-def _likely(requests: float) -> float:
+def _upper_queue_length(requests: float) -> float:
     """Return an upper estimate of a queue's length: `requests` plus three standard deviations. Nearly all
     real queues are shorter.
 
@@ -192,14 +200,14 @@ def _likely(requests: float) -> float:
     return requests + 3 * math.sqrt(requests)
 
 
-def _served(requests: float) -> float:
-    """Return the queue length for which `_likely` returns `requests`."""
+def _queue_length_for(requests: float) -> float:
+    """Return the queue length for which `_upper_queue_length` returns `requests`."""
     return (math.sqrt(2.25 + requests) - 1.5) ** 2
 
 
-def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> TtftVerdict:
+def _rejected_verdict(outcome: Outcome, wait_s: float, retry_after_s: float) -> TtftVerdict:
     return TtftVerdict(
-        outcome=outcome, wait_s=wait_s, retry_after_s=min(max(retry_after_s, 0.0), _LONGEST_RETRY_S)
+        outcome=outcome, wait_s=wait_s, retry_after_s=min(max(retry_after_s, 0.0), _MAX_RETRY_S)
     )
 
 
@@ -217,30 +225,35 @@ class Admission:
     ) -> None:
         qos = (config or load()).qos
         self._app = app
-        self._on = bool(qos.classes)
+        self._enabled = bool(qos.classes)
         self._classes = QosClasses(qos)
-        self._forecast = TtftForecast(self._classes.all())
+        self._forecast = TtftForecast(self._classes.ranked_classes())
         self._registry = registry
         self._clock = clock
-        self._outcomes, self._predicted = _meters(registry or REGISTRY)
+        self._outcomes, self._predicted = _create_metrics(registry or REGISTRY)
         self._read_at_s = -math.inf
-        self._reading: asyncio.Task[None] | None = None
+        self._read_task: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._on or scope["type"] != "http" or scope["method"] != "POST" or _path(scope) not in PATHS:
+        if (
+            not self._enabled
+            or scope["type"] != "http"
+            or scope["method"] != "POST"
+            or _request_path(scope) not in PATHS
+        ):
             await self._app(scope, receive, send)
             return
-        qos = self._classes.of_headers(Headers(scope=scope)).qos
-        await self._fresh()
+        qos = self._classes.identify_caller(Headers(scope=scope)).qos
+        await self._refresh_metrics()
         verdict = self._forecast.decide(qos, self._clock())
         self._outcomes.labels(qos.name, verdict.outcome).inc()
         self._predicted.set(verdict.wait_s or 0.0)
-        if verdict.admitted:
-            await self._pass(qos, scope, receive, send)
+        if verdict.is_admitted:
+            await self._forward(qos, scope, receive, send)
         else:
-            await _refusal(qos, verdict)(scope, receive, send)
+            await _rejection_response(qos, verdict)(scope, receive, send)
 
-    async def _pass(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an admitted request to the application.
 
         The request counts as queued until the first bytes of its response body are sent. In a stream, this is
@@ -252,39 +265,43 @@ class Admission:
             nonlocal waits
             if waits:
                 waits = False
-                self._forecast.leaves(qos)
+                self._forecast.record_first_token(qos)
 
         async def seen(message: Message) -> None:
             if message["type"] == "http.response.body" and message.get("body"):
                 first()
             await send(message)
 
-        self._forecast.enters(qos)
+        self._forecast.record_sent(qos)
         try:
             await self._app(scope, receive, seen)
         finally:
             first()
 
-    async def _fresh(self) -> None:
-        """Read vLLM's metrics again if the last reading is older than `_PERIOD_S`. Waits at most `_READ_S`
-        for the result."""
-        if self._clock() - self._read_at_s < _PERIOD_S:
+    async def _refresh_metrics(self) -> None:
+        """Read vLLM's metrics again if the last reading is older than `_READ_INTERVAL_S`. Waits at most
+        `_READ_TIMEOUT_S` for the result."""
+        if self._clock() - self._read_at_s < _READ_INTERVAL_S:
             return
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read())
-        await asyncio.wait({self._reading}, timeout=_READ_S)
+        if self._read_task is None or self._read_task.done():
+            self._read_task = asyncio.create_task(self._read_metrics())
+        await asyncio.wait({self._read_task}, timeout=_READ_TIMEOUT_S)
 
-    async def _read(self) -> None:
+    async def _read_metrics(self) -> None:
         # With several API servers, the metrics are in files, and reading these takes milliseconds.
-        self._forecast.read(await asyncio.to_thread(_figures, self._registry, self._clock))
+        self._forecast.update(await asyncio.to_thread(_read_queue_metrics, self._registry, self._clock))
         self._read_at_s = self._clock()
 
 
-def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
+def _read_queue_metrics(
+    registry: CollectorRegistry | None, clock: Callable[[], float]
+) -> QueueReading | None:
     """Read vLLM's queue metrics, summed over its engines. Returns None if vLLM does not export them."""
     found: dict[str, float] = {}
     try:
-        for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):
+        for sample in (
+            s for family in _metric_families(registry) for s in family.samples if s.name in _METRIC_NAMES
+        ):
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
     except (OSError, ValueError):
         # Another API server's metrics file was removed while it was read.
@@ -292,7 +309,7 @@ def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> 
     if _WAITING not in found or _FIRST_TOKENS not in found:
         return None
     return QueueReading(
-        at_s=clock(),
+        time_s=clock(),
         waiting=found[_WAITING],
         first_tokens=found[_FIRST_TOKENS],
         prefill_s=found.get(_PREFILL_SUM, 0.0),
@@ -300,16 +317,16 @@ def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> 
     )
 
 
-def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
+def _metric_families(registry: CollectorRegistry | None) -> Iterable[Any]:
     if registry is None and "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         together = CollectorRegistry()
         multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
     # vLLM has about sixty metrics. Collect only the metrics that the forecast uses.
-    return (registry or REGISTRY).restricted_registry(_NAMES).collect()
+    return (registry or REGISTRY).restricted_registry(_METRIC_NAMES).collect()
 
 
-def _refusal(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
+def _rejection_response(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
     status, kind = _STATUS[verdict.outcome]
     wait_s = verdict.wait_s or 0.0
     why = (
@@ -323,13 +340,13 @@ def _refusal(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
     return JSONResponse({"error": error}, status_code=status, headers={"retry-after": str(retry_s)})
 
 
-def _path(scope: Scope) -> str:
+def _request_path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 @functools.lru_cache
-def _meters(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
+def _create_metrics(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
     outcomes = Counter(
         "cornplug_admission_total",
         "Generation requests: admitted, blind (admitted without vLLM's metrics), over_share (status 429), "

@@ -34,7 +34,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoints.tested_releases import VersionRange, validated
+from cornplug.checkpoints.tested_releases import VersionRange, compared_families
 from cornplug.encoder_service.wire.messages import decoding_of
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ EPOCHS: Final[dict[str, int]] = {}
 example by a bug fix in the tower or by different rotary embeddings. Engines before and after the change then
 do not share."""
 
-_ADAPTS_NEIGHBOURS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
+_FOREIGN_ADAPTER_RELEASES: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
 """Releases with vllm#48421: their CPU LoRA kernels may apply another request's adapter to requests without
 an adapter."""
-_MARK = "_cornplug_original"
+_ORIGINAL_ATTRIBUTE = "_cornplug_original"
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
@@ -68,21 +68,23 @@ def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
     release's embeddings with the encoder service's embeddings. vLLM may lay out, scale or split the
     embeddings of other families differently.
     """
-    return validated("vllm", SUPPORTED_VERSIONS.installed(), dtype, kind)
+    return compared_families("vllm", SUPPORTED_VERSIONS.installed_version(), dtype, kind)
 
 
-def adapts_neighbours(config: VllmConfig) -> bool:
+def may_apply_foreign_adapter(config: VllmConfig) -> bool:
     """Return whether vLLM may apply another request's LoRA adapter of the same batch to a request without
     an adapter."""
     from vllm.platforms import current_platform
 
-    affected = str(SUPPORTED_VERSIONS.installed()) in _ADAPTS_NEIGHBOURS and current_platform.is_cpu()
+    affected = (
+        str(SUPPORTED_VERSIONS.installed_version()) in _FOREIGN_ADAPTER_RELEASES and current_platform.is_cpu()
+    )
     return affected and getattr(config, "lora_config", None) is not None
 
 
-def decoding() -> str:
+def decoding_rule() -> str:
     """Return the name of the rule by which the installed vLLM decodes images."""
-    version = str(SUPPORTED_VERSIONS.installed())
+    version = str(SUPPORTED_VERSIONS.installed_version())
     # For an unknown version, return a name that makes the encoder service reject the request.
     return decoding_of("vllm", version) or f"vllm-{version}"
 
@@ -92,35 +94,35 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     **kwargs)`. Does nothing if the function is already wrapped.
 
     A wrapped staticmethod or classmethod keeps its type. Raises AttributeError or ImportError if this vLLM
-    does not have the function. `plugin.register` logs this error on one line.
+    does not have the function. `check_plugin.register` logs this error on one line.
     """
-    owner, name, raw = _target(module, qualified)
+    owner, name, raw = _resolve_target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    if hasattr(function, _MARK):
+    if hasattr(function, _ORIGINAL_ATTRIBUTE):
         return
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(function, *args, **kwargs)
 
-    setattr(wrapped, _MARK, function)
+    setattr(wrapped, _ORIGINAL_ATTRIBUTE, function)
     if isinstance(raw, (staticmethod, classmethod)):
         setattr(owner, name, type(raw)(wrapped))
     else:
         setattr(owner, name, wrapped)
 
 
-def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
+def wrap_all(wrappers: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
     """Wrap vLLM functions, given as (module, qualified name, wrapper). If this vLLM lacks one of the
     functions, no function is wrapped. Raises the same errors as `wrap`."""
-    seams = list(seams)
-    for module, qualified, _ in seams:
-        _target(module, qualified)
-    for seam in seams:
+    wrappers = list(wrappers)
+    for module, qualified, _ in wrappers:
+        _resolve_target(module, qualified)
+    for seam in wrappers:
         wrap(*seam)
 
 
-def _target(module: str, qualified: str) -> tuple[Any, str, Any]:
+def _resolve_target(module: str, qualified: str) -> tuple[Any, str, Any]:
     """Return (object that has the attribute, name of the attribute, value of the attribute) for
     `module.qualified`."""
     owner: Any = importlib.import_module(module)

@@ -14,12 +14,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.media.early_prefill import early_prefill
+from cornplug.vllm_connector.media.early_prefill import create_early_prefill
 from cornplug.vllm_connector.media.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.media.scheduler import ECScheduler
 from cornplug.vllm_connector.media.worker import ECWorker
-from cornplug.vllm_connector.runtime import fenced, runtime
-from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
+from cornplug.vllm_connector.runtime import get_runtime, stop_sharing_on_error
+from cornplug.vllm_connector.stats import ECProm, ECStats, drain_ec
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +36,19 @@ class CornplugECConnector(ECConnectorBase):
         super().__init__(vllm_config, role)
         assert vllm_config.ec_transfer_config is not None
         self._tally = Tally()
-        run = runtime(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        run = get_runtime(vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
-        self._stopped: ECScheduler | None = None
+        self._stopped_scheduler: ECScheduler | None = None
         """Scheduler half from before sharing stopped because of an error. None while sharing works."""
-        self._last = CornplugECMetadata(publish=False)
+        self._final_metadata = CornplugECMetadata(publish=False)
         """Metadata for the next step after sharing has stopped. It contains the embeddings that the engine
         still expects."""
         self._app = run.app
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
-            early = early_prefill(vllm_config)
+            early = create_early_prefill(vllm_config)
             self._scheduler = ECScheduler(
                 vllm_config, run, self._tally, early, encoder_only=not self.is_consumer
             )
@@ -65,73 +65,75 @@ class CornplugECConnector(ECConnectorBase):
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(encoder_cache, self._moves())
+            self._worker.load(encoder_cache, self._step_metadata())
 
     def start_save_caches(self, **kwargs: Any) -> None:
         # vLLM does not call `start_load_caches` in an engine that runs only its encoder, so load here.
         if self._worker is not None and not self.is_consumer:
             cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
-            self._worker.load(cache, self._moves())
-            self._worker.save_again(cache, self._moves())
+            self._worker.load(cache, self._step_metadata())
+            self._worker.save_again(cache, self._step_metadata())
 
-    @fenced(lambda *_, **__: None)
+    @stop_sharing_on_error(lambda *_, **__: None)
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         # vLLM's profiling encodes dummy items outside of a step, without metadata. They are not shared.
         if self._worker is not None and self._connector_metadata is not None:
-            self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
+            self._worker.save(mm_hash, encoder_cache[mm_hash], self._step_metadata())
 
-    @fenced(lambda *_: None)
+    @stop_sharing_on_error(lambda *_: None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
-        return self._worker.acks() if self._worker is not None else None
+        return self._worker.take_acks() if self._worker is not None else None
 
-    def _moves(self) -> CornplugECMetadata:
+    def _step_metadata(self) -> CornplugECMetadata:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugECMetadata)
         return moves
 
     # -- scheduler half ---------------------------------------------------------------------
 
-    @fenced(lambda *_: False)
+    @stop_sharing_on_error(lambda *_: False)
     def has_cache_item(self, identifier: str) -> bool:
-        return self._scheduler is not None and self._scheduler.arrived(identifier)
+        return self._scheduler is not None and self._scheduler.has_arrived(identifier)
 
-    @fenced(lambda *_: True)
+    @stop_sharing_on_error(lambda *_: True)
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
+        return self._scheduler is None or self._scheduler.can_schedule(request, num_computed_tokens)
 
-    def _promise(self, request: Request, index: int) -> None:
+    def _promise_arrived(self, request: Request, index: int) -> None:
         """After sharing has stopped, add an embedding that has already arrived to the next step's metadata.
         The engine expects this embedding and has reserved memory for it."""
         identifier = request.mm_features[index].identifier
-        arrived = self._stopped.in_hand(identifier) if self._stopped is not None else None
-        if arrived is not None and all(one.identifier != identifier for one in self._last.arrived):
-            self._last.arrived.append(arrived)
+        arrived = (
+            self._stopped_scheduler.find_arrived(identifier) if self._stopped_scheduler is not None else None
+        )
+        if arrived is not None and all(one.identifier != identifier for one in self._final_metadata.arrived):
+            self._final_metadata.arrived.append(arrived)
 
-    @fenced(_promise)
+    @stop_sharing_on_error(_promise_arrived)
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request.mm_features[index].identifier)
+            self._scheduler.record_allocation(request.mm_features[index].identifier)
 
-    def _last_moves(self, *_args: Any) -> CornplugECMetadata:
-        last, self._last = self._last, CornplugECMetadata(publish=False)
+    def _take_final_metadata(self, *_args: Any) -> CornplugECMetadata:
+        last, self._final_metadata = self._final_metadata, CornplugECMetadata(publish=False)
         return last
 
-    @fenced(_last_moves)
+    @stop_sharing_on_error(_take_final_metadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
         if self._scheduler is None:
-            return self._last_moves()
-        return self._scheduler.moves(scheduler_output)
+            return self._take_final_metadata()
+        return self._scheduler.build_metadata(scheduler_output)
 
-    @fenced(lambda *_: None)
+    @stop_sharing_on_error(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
         acks = connector_output.ec_connector_worker_meta
         if self._scheduler is not None and isinstance(acks, CornplugECWorkerMetadata):
-            self._scheduler.acknowledged(acks)
+            self._scheduler.handle_acks(acks)
 
-    @fenced(lambda *_: (False, None))
+    @stop_sharing_on_error(lambda *_: (False, None))
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request)
+            self._scheduler.finish_request(request)
         return False, None
 
     # -- both halves ------------------------------------------------------------------------
@@ -144,20 +146,20 @@ class CornplugECConnector(ECConnectorBase):
         )
         self._tally.count("cornplug_misses_total", self._app, EMBEDDING, "error")
         if self._scheduler is not None:
-            self._stopped, self._scheduler = self._scheduler, None
-            self._last.arrived = self._stopped.stop()
+            self._stopped_scheduler, self._scheduler = self._scheduler, None
+            self._final_metadata.arrived = self._stopped_scheduler.stop()
         elif self._worker is not None:
             self._worker.stop_publishing()
 
     def shutdown(self) -> None:
-        for half in (self._scheduler, self._stopped):
+        for half in (self._scheduler, self._stopped_scheduler):
             if half is not None:
                 half.close()
         if self._worker is not None:
             self._worker.close()
 
     def get_ec_connector_stats(self) -> ECStats | None:
-        return drained_ec(self._tally)
+        return drain_ec(self._tally)
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECStats | None:

@@ -10,9 +10,14 @@ With `--kv-connector cornplug`, `--kv-transfer-config` names a second KV connect
 LMCache) that runs alongside cornplug.
 
 If a user upgrades vLLM to a release that cornplug does not support, engines must not fail to start with
-"unrecognized arguments". With such a release, `stock_wraps` replaces `WRAPS`. cornplug's flags are then still
-parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run as
-stock vLLM.
+"unrecognized arguments". With such a release, `stock_wrappers` replaces `WRAPS`. cornplug's flags are then
+still parsed, its connectors are removed from the configuration, a log line gives the reason, and engines run
+as stock vLLM.
+
+cornplug also runs alongside other KV connectors (vLLM's MultiConnector). MultiConnector loads a request's
+prefix from the first connector that has any of its tokens, and saves to all connectors. The other connectors
+are listed before cornplug. Thus a decode server loads KV from its prefill server, and native offloading loads
+the KV that it has offloaded.
 """
 
 from __future__ import annotations
@@ -20,23 +25,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
-from cornplug.engine_common.shared_flags import SETTINGS, add_group, dest, extra_config, settings
-from cornplug.vllm_connector import compat, several_connectors
+from cornplug.config import Config
+from cornplug.engine_common.shared_flags import (
+    SHARED_FLAGS,
+    add_flags,
+    flag_dest,
+    load_settings,
+    settings_from_flags,
+)
+from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
-from cornplug.vllm_connector.several_connectors import connectors, has_ours, is_ours
 
 NAME = "cornplug"
+_MULTI: Final = "MultiConnector"
+_OUTER_FIELDS: Final = ("engine_id", "kv_buffer_device", "kv_port")
+"""Fields of KVTransferConfig that vLLM or a connector reads from the outer config. In addition,
+MultiConnector copies the engine's id to each child."""
 
 
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     parser = original(parser)
-    add_group(
+    add_flags(
         parser,
         "--kv-connector",
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
@@ -51,18 +67,18 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
 
 def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     name = getattr(args, "kv_connector", None)
-    extra = extra_config(args)
+    extra = settings_from_flags(args)
     if name is None:
         if extra:
             raise ValueError("--cornplug-* options need --kv-connector cornplug")
         return original(cls, args)
     other = args.kv_transfer_config
-    if other is not None and (name != NAME or several_connectors.has_ours(other)):
+    if other is not None and (name != NAME or has_ours(other)):
         raise ValueError(
             "--kv-connector and --kv-transfer-config are mutually exclusive unless the connector is cornplug"
         )
     kv, ec = transfer_configs(name, extra)
-    args.kv_transfer_config = kv if other is None else several_connectors.beside(other, kv)
+    args.kv_transfer_config = kv if other is None else combine_connectors(other, kv)
     if ec is not None:
         if args.ec_transfer_config is not None:
             raise ValueError(
@@ -72,8 +88,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
         args.ec_transfer_config = ec
     # vLLM may parse the same namespace again in a child process.
     args.kv_connector = None
-    for flag in SETTINGS:
-        setattr(args, dest(flag), None)
+    for flag in SHARED_FLAGS:
+        setattr(args, flag_dest(flag), None)
     return original(cls, args)
 
 
@@ -86,7 +102,7 @@ def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | No
 
     if name != NAME:
         return KVTransferConfig(kv_connector=name, kv_role="kv_both"), None
-    settings(extra)
+    load_settings(extra)
     kv = KVTransferConfig(
         kv_connector=KV_CONNECTOR,
         kv_role="kv_both",
@@ -103,7 +119,7 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 )
 
 
-def stock_wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
+def stock_wrappers(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
     """Return the wrappers to use while cornplug is disabled, as (module, function's qualified name, wrapper).
     `why` is the reason that the wrappers log."""
     arguments = "vllm.engine.arg_utils"
@@ -118,7 +134,7 @@ def _add_stock_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
     # A later release of vLLM may have its own flag with this name.
     with contextlib.suppress(argparse.ArgumentError):
-        add_group(
+        add_flags(
             parser,
             "--kv-connector",
             metavar="NAME",
@@ -130,13 +146,13 @@ def _add_stock_args(original: Callable[..., Any], parser: Any) -> Any:
 
 def _from_stock_args(why: str, original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     name = getattr(args, "kv_connector", None)
-    if name == NAME or extra_config(args):
-        _warn("--kv-connector cornplug", why)
+    if name == NAME or settings_from_flags(args):
+        _warn_no_effect("--kv-connector cornplug", why)
     elif name is not None and args.kv_transfer_config is None:
         args.kv_transfer_config, _ = transfer_configs(name, {})
     args.kv_connector = None
-    for flag in SETTINGS:
-        setattr(args, dest(flag), None)
+    for flag in SHARED_FLAGS:
+        setattr(args, flag_dest(flag), None)
     return original(cls, args)
 
 
@@ -149,7 +165,7 @@ def _create_as_stock(why: str, original: Callable[..., Any], args: Any, *rest: A
         args = copy.deepcopy(args)
         args.kv_transfer_config = _without_ours(args.kv_transfer_config)
         args.ec_transfer_config = None if ours[1] else ec
-        _warn("cornplug's connector", why)
+        _warn_no_effect("cornplug's connector", why)
     return original(args, *rest, **kwargs)
 
 
@@ -159,11 +175,102 @@ def _without_ours(kv: Any) -> Any | None:
     if kv is None or is_ours(kv):
         return None
     if has_ours(kv):
-        left = [child for child in connectors(kv) if child.get("kv_connector") != KV_CONNECTOR]
+        left = [child for child in child_connectors(kv) if child.get("kv_connector") != KV_CONNECTOR]
         kv.kv_connector_extra_config["connectors"] = left
         return kv if left else None
     return kv
 
 
-def _warn(asked: str, why: str) -> None:
-    compat.logger.warning("cornplug: %s has no effect, and this engine runs as stock vLLM: %s", asked, why)
+def _warn_no_effect(subject: str, why: str) -> None:
+    compat.logger.warning("cornplug: %s has no effect, and this engine runs as stock vLLM: %s", subject, why)
+
+
+def child_connectors(kv: Any) -> list[dict[str, Any]]:
+    """Return the settings of each connector in a MultiConnector's configuration. Return an empty list if `kv`
+    is None or configures a different connector."""
+    if kv is None or kv.kv_connector != _MULTI:
+        return []
+    return list(kv.kv_connector_extra_config.get("connectors") or ())
+
+
+def is_ours(kv: Any) -> bool:
+    """Return whether this KVTransferConfig configures cornplug as the only KV connector."""
+    return kv is not None and kv.kv_connector == KV_CONNECTOR
+
+
+def our_settings(kv: Any) -> dict[str, Any] | None:
+    """Return cornplug's settings from a KVTransferConfig, or None if cornplug is not one of its connectors.
+    Changes to the returned dict change the configuration."""
+    if is_ours(kv):
+        return kv.kv_connector_extra_config
+    for child in child_connectors(kv):
+        if child.get("kv_connector") == KV_CONNECTOR:
+            return child.setdefault("kv_connector_extra_config", {})
+    return None
+
+
+def has_ours(kv: Any) -> bool:
+    """Return whether a KVTransferConfig configures cornplug, alone or together with other connectors."""
+    return our_settings(kv) is not None
+
+
+def all_our_settings(config: Any) -> list[dict[str, Any]]:
+    """Return cornplug's settings from each of its connectors in engine arguments or a VllmConfig."""
+    kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
+    found = [our_settings(kv)]
+    if ec is not None and ec.ec_connector == EC_CONNECTOR:
+        found.append(ec.ec_connector_extra_config)
+    return [said for said in found if said is not None]
+
+
+def config_from_settings(all_settings: list[dict[str, Any]]) -> Config:
+    """Return the Config for a nonempty result of `all_our_settings`. The encoder-cache connector's settings
+    have precedence."""
+    return load_settings(dict(all_settings[-1]))
+
+
+def combine_connectors(other: Any, ours: Any) -> Any:
+    """Return a KVTransferConfig with the connectors of `other`, followed by `ours`."""
+    from vllm.config import KVTransferConfig
+
+    if other.kv_connector is None:
+        return ours
+    children = child_connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
+    return KVTransferConfig(
+        kv_connector=_MULTI,
+        # The outer connector must save and load, even if the other connector's role is only producer or only
+        # consumer.
+        kv_role="kv_both",
+        kv_load_failure_policy=ours.kv_load_failure_policy,
+        kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
+        **{name: getattr(other, name) for name in _OUTER_FIELDS},
+    )
+
+
+def add_offloading(kv: Any, size_gib: float, backend: str) -> Any:
+    """Return a KVTransferConfig with the connector for `--kv-offloading-size`, followed by the connectors of
+    `kv`."""
+    from vllm import envs
+    from vllm.config import KVTransferConfig
+
+    if backend == "native":
+        simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+        name = "SimpleCPUOffloadConnector" if simple else "OffloadingConnector"
+        extra = {"cpu_bytes_to_use": size_gib * (1 << 30)}
+        child: Mapping[str, Any] = {"kv_connector": name, "kv_connector_extra_config": extra}
+    else:
+        child = {"kv_connector": "LMCacheMPConnector"}
+    first = KVTransferConfig(**child, kv_role="kv_both", engine_id=kv.engine_id)
+    if is_ours(kv):
+        return combine_connectors(first, kv)
+    kv.kv_connector_extra_config["connectors"] = [_as_child(first), *child_connectors(kv)]
+    return kv
+
+
+def _as_child(kv: Any) -> dict[str, Any]:
+    """Convert a KVTransferConfig to the settings of a child of MultiConnector. Only values that differ from
+    vLLM's defaults are included."""
+    plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
+    names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
+    given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}
+    return {"kv_connector": kv.kv_connector, "kv_role": kv.kv_role, **given}

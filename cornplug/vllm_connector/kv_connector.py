@@ -21,22 +21,22 @@ from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.store.base import NO_LEASES
 from cornplug.vllm_connector import compat, cpu_use
-from cornplug.vllm_connector.cpu_use import IdleRest
+from cornplug.vllm_connector.cpu_use import IdleBackoff
 from cornplug.vllm_connector.kv import pauses
 from cornplug.vllm_connector.kv.cache_geometry import (
     Scales,
+    caches_in_page_order,
     checkpoint_scales,
-    in_page_order,
     rank_slice,
     scales_of_layers,
 )
 from cornplug.vllm_connector.kv.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
-from cornplug.vllm_connector.kv.page_kinds import PageKind, page_kinds, whole_page
+from cornplug.vllm_connector.kv.page_kinds import PageKind, combined_page_size, page_kinds
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import DisabledKVWorker, KVWorker
-from cornplug.vllm_connector.runtime import called_again, fenced, runtime
-from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
+from cornplug.vllm_connector.runtime import get_runtime, retry_without_sharing, stop_sharing_on_error
+from cornplug.vllm_connector.stats import KVProm, KVStats, drain_kv
 
 if TYPE_CHECKING:
     import torch
@@ -62,17 +62,17 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 'Set it to "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
             )
         self._tally = Tally()
-        self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
+        self._runtime: EngineRuntime = get_runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
-        self._rest = IdleRest()
-        self._detached: dict[str, list[KVCacheBlock]] = {}
+        self._idle_backoff = IdleBackoff()
+        self._detached_blocks: dict[str, list[KVCacheBlock]] = {}
         """Blocks that stay pinned until the load of a finished request has completed, by request id. A new
         request may already use the same id."""
-        self._last_loads: list[PageLoad] = []
+        self._unsent_loads: list[PageLoad] = []
         """Loads that were promised to the engine but not yet sent to the worker half when sharing stopped.
         The engine waits for their result."""
-        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._has_several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
             if not engine.share_kv:
@@ -84,7 +84,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = KVScheduler(vllm_config, self._runtime, kinds, self._tally)
                 # Each token occupies one slot per cache group.
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
-                log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
+                log_store_size(self._runtime, combined_page_size(kinds), own_tokens, compat.logger)
             else:
                 self._worker = self._make_worker(kinds, scales)
         except LayoutError as e:
@@ -93,43 +93,45 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker = DisabledKVWorker(vllm_config.cache_config.block_size, e.reason)
 
     def _make_worker(self, kinds: Sequence[PageKind], scales: Scales) -> KVWorker | GroupsWorker:
-        timeout_s, size = self._runtime.background_timeout_s, whole_page(kinds).page_bytes
+        timeout_s, size = self._runtime.background_timeout_s, combined_page_size(kinds).page_bytes
         workers: list[KVWorker] = []
         for kind in kinds:
             held = rank_slice(self._vllm_config, self._kv_cache_config, kind.geometry)
             pages = RankPages(kind.geometry, held, self._runtime.store)
             beside, share = workers[0] if workers else None, kind.geometry.page_bytes / size
             if kind.geometry.state:
-                workers.append(StateWorker(pages, timeout_s, beside=beside, share=share))
+                workers.append(StateWorker(pages, timeout_s, other_worker=beside, slab_share=share))
             else:
                 known = scales_of_layers(scales, kind.layer_names)
-                worker = KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share, scales=known)
+                worker = KVWorker(
+                    pages, kind.block_size, timeout_s, other_worker=beside, slab_share=share, scales=known
+                )
                 workers.append(worker)
         return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]
 
     # -- worker half ------------------------------------------------------------------------
 
-    @called_again
+    @retry_without_sharing
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         if isinstance(self._worker, GroupsWorker):
             self._worker.register(kv_caches, layers)
         elif isinstance(self._worker, KVWorker):
-            ordered = in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
+            ordered = caches_in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
             self._worker.register(ordered, layers)
 
-    @called_again
+    @retry_without_sharing
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Both of vLLM's model runners call `handle_preemptions` first in each step.
         moves = kv_connector_metadata
         assert isinstance(moves, CornplugKVMetadata)
-        cpu_use.began(computes=moves.computes)
+        cpu_use.record_step_start(computes=moves.computes)
         if self._worker is not None:
             self._worker.begin_step(computes=moves.computes)
-            if moves.given_up:
-                self._worker.give_up_saves(moves.given_up)
+            if moves.cancelled_saves:
+                self._worker.cancel_saves(moves.cancelled_saves)
 
-    @called_again
+    @retry_without_sharing
     def unregister_kv_caches(self) -> None:
         # vLLM calls `unregister_kv_caches` in release 0.33 and later.
         self._end_copies()
@@ -140,7 +142,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.drain()
 
-    @called_again
+    @retry_without_sharing
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
@@ -154,39 +156,39 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Do nothing. A page contains all layers, so pages are copied after the forward pass."""
 
-    @called_again
+    @retry_without_sharing
     def wait_for_save(self) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
         if self._worker is not None:
             self._worker.start_saves(moves.saves)
-            if moves.timed:
-                self._worker.stepped(moves.timed)
+            if moves.timed_step:
+                self._worker.record_step_end(moves.timed_step)
 
-    @called_again
+    @retry_without_sharing
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
         # Saves do not hold blocks, so no request is ever reported as "sent".
-        return None, self._worker.finished() or None
+        return None, self._worker.take_finished() or None
 
-    @called_again
+    @retry_without_sharing
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self._several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
-            results.failed_recving = self._worker.failed()
+        if self._has_several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
+            results.failed_recving = self._worker.failed_loads()
         return results
 
-    @called_again
+    @retry_without_sharing
     def get_block_ids_with_load_errors(self) -> set[int]:
         # With several groups, vLLM accepts reports of failed requests, but not of failed blocks.
-        if self._worker is None or self._several_groups:
+        if self._worker is None or self._has_several_groups:
             return set()
-        return self._worker.bad_blocks()
+        return self._worker.take_bad_blocks()
 
-    @called_again
+    @retry_without_sharing
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.acks() if self._worker is not None else None
+        return self._worker.take_acks() if self._worker is not None else None
 
     # -- scheduler half ---------------------------------------------------------------------
 
@@ -199,27 +201,29 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Send the worker half a load that fails. Otherwise the engine would wait after an error for a load
         that the worker half never received."""
-        if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
+        if not num_external_tokens or any(
+            load.request_id == request.request_id for load in self._unsent_loads
+        ):
             return
         for group, ids in enumerate(blocks.get_block_ids()):
             size = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-            self._last_loads.append(
+            self._unsent_loads.append(
                 PageLoad(request.request_id, 0, len(ids) * size, 0, NO_LEASES, array("q", ids), group=group)
             )
 
-    def _loads_over(self, connector_output: Any) -> None:
+    def _finish_detached_loads(self, connector_output: Any) -> None:
         """Release the blocks of completed loads whose requests have already finished, and remove these loads
         from the output that vLLM processes."""
-        for request_id in set(connector_output.finished_recving or ()) & self._detached.keys():
+        for request_id in set(connector_output.finished_recving or ()) & self._detached_blocks.keys():
             connector_output.finished_recving = connector_output.finished_recving - {request_id}
             assert self._kv_cache_manager is not None
-            self._kv_cache_manager.block_pool.free_blocks(reversed(self._detached.pop(request_id)))
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._detached_blocks.pop(request_id)))
 
-    def _empty_meta(self, *_args: Any) -> KVConnectorMetadata:
-        loads, self._last_loads = self._last_loads, []
+    def _build_final_metadata(self, *_args: Any) -> KVConnectorMetadata:
+        loads, self._unsent_loads = self._unsent_loads, []
         return CornplugKVMetadata(loads=loads)
 
-    @fenced(lambda *_: (0, False))
+    @stop_sharing_on_error(lambda *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -228,49 +232,51 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
-    @fenced(_fail_load)
+    @stop_sharing_on_error(_fail_load)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.handle_allocation(request, blocks.get_block_ids(), num_external_tokens)
 
-    def _another_connector_loads(self) -> None:
+    def _on_other_connector_load(self) -> None:
         """Record that another KV connector of this engine will load KV (`kv/page_keys.py`)."""
         if self._scheduler is not None:
-            self._scheduler.another_connector_loads()
+            self._scheduler.on_other_connector_load()
 
-    @fenced(_empty_meta)
+    @stop_sharing_on_error(_build_final_metadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler is None:
-            return self._empty_meta()
-        moves = self._scheduler.moves(scheduler_output)
+            return self._build_final_metadata()
+        moves = self._scheduler.build_metadata(scheduler_output)
         empty = not scheduler_output.total_num_scheduled_tokens
-        self._rest.step(empty=empty and not moves.begins, waits=self._scheduler.waits)
+        self._idle_backoff.sleep_if_idle(
+            is_empty=empty and not moves.has_transfers, has_pending_work=self._scheduler.has_pending_transfers
+        )
         return moves
 
-    @fenced(_loads_over)
+    @stop_sharing_on_error(_finish_detached_loads)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
-            self._loads_over(connector_output)
+            self._finish_detached_loads(connector_output)
             return
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, CornplugKVWorkerMetadata):
-            self._scheduler.acknowledged(acks)
+            self._scheduler.handle_acks(acks)
         for request_id in connector_output.finished_recving or ():
-            self._scheduler.loaded(request_id)
-        self._loads_over(connector_output)
-        self._scheduler.step_ended()
+            self._scheduler.finish_load(request_id)
+        self._finish_detached_loads(connector_output)
+        self._scheduler.record_step_end()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @fenced(lambda *_: (False, None))
+    @stop_sharing_on_error(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
-            self._scheduler.finished(request, block_ids)
+            self._scheduler.finish_request(request, block_ids)
         # Do not let vLLM keep the blocks. A later request may have the same id, and a cache reset does not
         # wait for saves.
         return False, None
@@ -284,28 +290,28 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         tables = manager.get_blocks(request.request_id).blocks
         blocks = [block for table in tables for block in table if not block.is_null]
         manager.block_pool.touch(blocks)
-        self._detached[request.request_id] = blocks
+        self._detached_blocks[request.request_id] = blocks
         return True
 
-    @fenced(lambda *_: False)
+    @stop_sharing_on_error(lambda *_: False)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.frees_pending()
+        return self._scheduler is not None and self._scheduler.has_pending_frees()
 
-    @fenced(lambda *_: True)
+    @stop_sharing_on_error(lambda *_: True)
     def reset_cache(self) -> bool:
-        if self._scheduler is not None and not pauses.part_of_pause():
+        if self._scheduler is not None and not pauses.is_pausing():
             self._scheduler.forget_stored()
         return True
 
-    @fenced(lambda *_: ())
+    @stop_sharing_on_error(lambda *_: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         if self._scheduler is None or self._scheduler.events is None:
             return ()
-        return self._scheduler.events.take()
+        return self._scheduler.events.take_events()
 
-    @fenced(lambda *_: False)
+    @stop_sharing_on_error(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        return bool(self._last_loads) or (self._scheduler is not None and self._scheduler.saves_open())
+        return bool(self._unsent_loads) or (self._scheduler is not None and self._scheduler.has_open_saves())
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -323,10 +329,10 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if self._scheduler is not None:
                 stopped, self._scheduler = self._scheduler, None
-                self._last_loads += stopped.abandon()
+                self._unsent_loads += stopped.abandon()
             elif isinstance(self._worker, KVWorker | GroupsWorker):
                 size = self._vllm_config.cache_config.block_size
-                self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
+                self._worker = DisabledKVWorker.replacing(self._worker, size, "error")
         except Exception:  # noqa: BLE001 - any error; the first error was already logged
             compat.logger.exception("cornplug: could not release all KV blocks")
 
@@ -335,7 +341,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     def get_kv_connector_stats(self) -> KVStats | None:
-        return drained_kv(self._tally)
+        return drain_kv(self._tally)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVStats | None:

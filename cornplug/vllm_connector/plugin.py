@@ -3,7 +3,7 @@
 
 vLLM does not catch exceptions from this call. An exception would also stop engines that do not use cornplug.
 Therefore, with an unsupported version of vLLM, `register` only logs a warning, and engines run as stock vLLM
-(`flags.stock_wraps`).
+(`flags.stock_wrappers`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 _state: dict[str, bool | str] = {"registered": False}
 
 
-def registered() -> bool:
+def is_registered() -> bool:
     """Return whether `register` has completed in this process."""
     return bool(_state["registered"])
 
 
-def why_not() -> str:
+def disabled_reason() -> str:
     """Return the reason why `register` did nothing, or "" if it completed or has not been called yet."""
     return str(_state.get("why", ""))
 
@@ -30,14 +30,14 @@ def why_not() -> str:
 def register() -> None:
     """Add cornplug's command-line flags, register both connectors, and wrap the vLLM functions that cornplug
     changes. Does nothing if this process is already registered."""
-    if registered():
+    if is_registered():
         return
-    why = compat.SUPPORTED_VERSIONS.refusal()
+    why = compat.SUPPORTED_VERSIONS.explain_mismatch()
     if not why:
         try:
             _install()
         except (AttributeError, ImportError) as e:
-            version = compat.SUPPORTED_VERSIONS.installed()
+            version = compat.SUPPORTED_VERSIONS.installed_version()
             why = f"vLLM {version} differs from the release with that version number: {e}"
     if why:
         _state["why"] = why
@@ -53,12 +53,12 @@ def _install_flags(why: str) -> None:
     try:
         from cornplug.vllm_connector import flags
 
-        compat.wrap_all(flags.stock_wraps(why))
+        compat.wrap_all(flags.stock_wrappers(why))
     except (AttributeError, ImportError) as e:
         compat.logger.warning("cornplug: cannot add cornplug's flags to this release of vLLM: %s", e)
 
 
-def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
+def _all_wrappers() -> list[tuple[str, str, Callable[..., Any]]]:
     """Return (module, function's qualified name, wrapper) for each vLLM function that cornplug wraps."""
     from cornplug.vllm_connector import connector_config, cpu_use, flags
     from cornplug.vllm_connector.kv import page_keys, pauses
@@ -77,7 +77,7 @@ def _install() -> None:
 
     from cornplug.vllm_connector.media import mm_identifiers, served_images
 
-    compat.wrap_all(_seams())
+    compat.wrap_all(_all_wrappers())
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             KV_CONNECTOR, "cornplug.vllm_connector.kv_connector", KV_CONNECTOR
@@ -86,4 +86,4 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    mm_identifiers.on_start(served_images.started)
+    mm_identifiers.add_start_watcher(served_images.on_engine_start)

@@ -19,23 +19,28 @@ import msgspec
 
 from cornplug import config as settings
 from cornplug.errors import ConfigError, LayoutError
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
-from cornplug.vllm_connector.connector_config import why_not
-from cornplug.vllm_connector.flags import NAME
+from cornplug.sharing_verdict import (
+    NO_TOWER,
+    SharingVerdict,
+    rejected_verdicts,
+    summarize_error,
+    verdict_of_checks,
+)
+from cornplug.vllm_connector.connector_config import kv_refusal
+from cornplug.vllm_connector.flags import NAME, has_ours, our_settings
 from cornplug.vllm_connector.kv.cache_geometry import checkpoint_scales, rank_slice
 from cornplug.vllm_connector.kv.page_kinds import DRAFT_PREFIX, page_kinds
 from cornplug.vllm_connector.media import mm_identifiers
-from cornplug.vllm_connector.media.encoder_requests import IN_WORKERS_ONLY, in_workers_only
-from cornplug.vllm_connector.model.model_config import drafts_with_kv, kv_identity, tower_identity
-from cornplug.vllm_connector.several_connectors import has_ours, our_settings
+from cornplug.vllm_connector.media.encoder_requests import MEDIA_IN_WORKERS_ONLY, is_media_in_workers_only
+from cornplug.vllm_connector.model.model_config import draft_config_with_kv, kv_identity, tower_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-_ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
+_ONE_GROUP_FLAG: Final = "--disable-hybrid-kv-cache-manager"
 # Exceptions that the constructors of some models raise on the meta device.
-_UNBUILDABLE: Final = (
+_BUILD_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
@@ -51,15 +56,15 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
     from vllm.engine.arg_utils import EngineArgs
 
     try:
-        args = _arguments(model, flags)
-        rendered = mm_identifiers.takes_processed_inputs(args)
+        args = _parse_arguments(model, flags)
+        rendered = mm_identifiers.accepts_processed_inputs(args)
         config = EngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, OSError, NotImplementedError, ConfigError) as e:
-        return does_not_run("vLLM", e)
-    return [_kv(config), _embeddings(config, rendered=rendered)]
+        return rejected_verdicts("vLLM", e)
+    return [_kv_verdict(config), _embeddings_verdict(config, accepts_processed_inputs=rendered)]
 
 
-def _arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
+def _parse_arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of `vllm serve MODEL FLAGS`, with cornplug added as a KV connector if the flags do
     not configure one."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -74,68 +79,71 @@ def _arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
+def _embeddings_verdict(config: VllmConfig, *, accepts_processed_inputs: bool) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
-    found = asked("embeddings", lambda: tower_identity(config))
+    found = verdict_of_checks("embeddings", lambda: tower_identity(config))
     limits = (
-        [f"The engine does not use the encoder service: {IN_WORKERS_ONLY}."]
-        if in_workers_only(config)
+        [f"The engine does not use the encoder service: {MEDIA_IN_WORKERS_ONLY}."]
+        if is_media_in_workers_only(config)
         else []
     )
-    limits += [f"But {mm_identifiers.PROCESSED_NOT_SHARED}."] if rendered else []
+    limits += [f"But {mm_identifiers.PROCESSED_NOT_SHARED}."] if accepts_processed_inputs else []
     return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
 
-def _kv(config: VllmConfig) -> SharingVerdict:
+def _kv_verdict(config: VllmConfig) -> SharingVerdict:
     ours = our_settings(config.kv_transfer_config)
     if ours is None:
-        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector is configured")
+        return SharingVerdict(
+            what="KV", shared=False, why=kv_refusal() or "another KV connector is configured"
+        )
     engine = settings.load_portable(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
-    config = _one_rank(config)
+    config = _single_rank_config(config)
     try:
         specs = _layer_specs(config)
-        _grouped(config, specs)
-    except _UNBUILDABLE as e:
+        _group_layers(config, specs)
+    except _BUILD_ERRORS as e:
         why = (
             "cannot be determined without starting the engine: vLLM could not build the model without "
-            f"weights: {first_line(e)}"
+            f"weights: {summarize_error(e)}"
         )
         return SharingVerdict(what="KV", shared=None, why=why)
-    found = asked("KV", lambda: _check(config, specs, engine.page_tokens))
+    found = verdict_of_checks("KV", lambda: _check_layers(config, specs, engine.page_tokens))
     if found.shared:
-        return asked("KV", lambda: kv_identity(config))
-    if _one_group_shares(config, specs, engine.page_tokens):
+        return verdict_of_checks("KV", lambda: kv_identity(config))
+    if _can_share_one_group(config, specs, engine.page_tokens):
         remedy = (
-            f"{_ONE_MANAGER} allows sharing, but the engine's cache then keeps all tokens of windowed layers."
+            f"{_ONE_GROUP_FLAG} allows sharing, but the engine's cache then keeps all tokens of "
+            "windowed layers."
         )
         return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
     return found
 
 
-def _one_rank(config: VllmConfig) -> VllmConfig:
+def _single_rank_config(config: VllmConfig) -> VllmConfig:
     """Return a copy of the config with tensor and data parallelism of 1, so that one rank has all heads. The
     report runs in a single process."""
     alone = copy.copy(config)
-    alone.parallel_config = _undivided(config.parallel_config)
+    alone.parallel_config = _without_parallelism(config.parallel_config)
     if config.speculative_config is not None:
         alone.speculative_config = copy.copy(config.speculative_config)
         drafts = alone.speculative_config.draft_parallel_config
-        alone.speculative_config.draft_parallel_config = _undivided(drafts)
+        alone.speculative_config.draft_parallel_config = _without_parallelism(drafts)
     return alone
 
 
-def _undivided(parallel: Any) -> Any:
+def _without_parallelism(parallel: Any) -> Any:
     found = copy.copy(parallel)
     found.tensor_parallel_size = found.data_parallel_size = 1
     return found
 
 
-def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
+def _check_layers(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
     """Raise LayoutError, with the reason, if the engine cannot share the KV of these layers."""
-    groups = _grouped(config, specs)
+    groups = _group_layers(config, specs)
     kinds = page_kinds(config, groups, page_tokens)
     for kind in kinds:
         rank_slice(config, groups, kind.geometry)
@@ -143,7 +151,7 @@ def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: in
         checkpoint_scales(config)
 
 
-def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
+def _can_share_one_group(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
     """Return whether KV could be shared without vLLM's hybrid KV cache manager, which puts all layers into
     one cache group if it is disabled."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
@@ -152,7 +160,7 @@ def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page
     plain.scheduler_config = copy.copy(config.scheduler_config)
     plain.scheduler_config.disable_hybrid_kv_cache_manager = True
     try:
-        _check(plain, specs, page_tokens)
+        _check_layers(plain, specs, page_tokens)
     except (LayoutError, ValueError):  # vLLM cannot put some kinds of layers into one group.
         return False
     return True
@@ -189,7 +197,7 @@ def _build_draft(config: VllmConfig) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    speculative = drafts_with_kv(config)
+    speculative = draft_config_with_kv(config)
     if speculative is None:
         return
     draft = speculative.draft_model_config
@@ -203,7 +211,7 @@ def _build_draft(config: VllmConfig) -> None:
         initialize_model(vllm_config=alone, prefix=DRAFT_PREFIX)
 
 
-def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
+def _group_layers(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
     """Return the KV cache groups into which vLLM divides these layers."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 

@@ -52,13 +52,13 @@ class ECStats(_TallyStats, ECConnectorStats):
     scheduler."""
 
 
-def drained_kv(tally: Tally) -> KVStats | None:
+def drain_kv(tally: Tally) -> KVStats | None:
     """Return the KV connector's metric counts since the last call, or None if nothing was counted."""
     data = tally.drain()
     return KVStats(data=data) if data else None
 
 
-def drained_ec(tally: Tally) -> ECStats | None:
+def drain_ec(tally: Tally) -> ECStats | None:
     """Return the encoder-cache connector's metric counts since the last call, or None if nothing was
     counted."""
     data = tally.drain()
@@ -86,13 +86,13 @@ def _collectors_for(metric_types: Mapping[Any, Any], labelnames: list[str]) -> d
 
 
 class _PromMixin:
-    _made: dict[str, Any]
+    _prom_metrics: dict[str, Any]
     per_engine_labelvalues: dict[int, list[object]]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, rows in transfer_stats_data.items():
             for labels, values in rows:
-                child = self._made[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+                child = self._prom_metrics[name].labels(*self.per_engine_labelvalues[engine_idx], *labels)
                 if METRICS[name].kind == "counter":
                     child.inc(sum(values))
                 else:
@@ -105,7 +105,7 @@ class KVProm(_PromMixin, KVConnectorPromMetrics):
 
     def __init__(self, config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(config, metric_types, labelnames, per_engine)
-        self._made = _collectors_for(metric_types, labelnames)
+        self._prom_metrics = _collectors_for(metric_types, labelnames)
 
 
 class ECProm(_PromMixin, ECConnectorPromMetrics):
@@ -114,4 +114,4 @@ class ECProm(_PromMixin, ECConnectorPromMetrics):
 
     def __init__(self, config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(config, metric_types, labelnames, per_engine)
-        self._made = _collectors_for(metric_types, labelnames)
+        self._prom_metrics = _collectors_for(metric_types, labelnames)

@@ -136,11 +136,11 @@ class SoakClient:
                     self._check_leased(key, lease)
         finally:
             with contextlib.suppress(StoreUnavailable):
-                self._store.release(leases.held, deadline_s=DEADLINE_S)
+                self._store.release(leases.unique_tokens, deadline_s=DEADLINE_S)
 
     def _check_leased(self, key: bytes, lease: Lease) -> None:
         header, view = codec.decode_header(lease.meta, key=key), self._store.view(lease.location)
-        codec.verify(header, view)
+        codec.verify_checksums(header, view)
         self._check(key, view, "leased")
 
     def _lookup(self) -> None:

@@ -152,12 +152,12 @@ class SoakProcesses:
             self._start_client(fault.client)
 
     def _do_to_far(self, action: str, end_s: float) -> None:
-        if self._far is None or not self._far.alive():
+        if self._far is None or not self._far.is_alive():
             return
         self.outcome.faults[f"{action} far"] += 1
         if action == "stop":
             self._far.freeze()
-            self._later.append((end_s, self._far.cont))
+            self._later.append((end_s, self._far.resume))
         else:
             self._far.kill()
             self._later.append((end_s, self._far.start))
@@ -202,7 +202,7 @@ class SoakProcesses:
         """Whether a daemon talks: it listens before it does."""
         probe = PoolStore(self._config, connect_timeout_s=1)
         try:
-            return probe.connected
+            return probe.is_connected
         finally:
             probe.close()
 

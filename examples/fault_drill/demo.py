@@ -128,7 +128,7 @@ def parts(launcher: int, far: RedisServer, clients: PacedClients) -> list[Deploy
     def restart_far() -> None:
         """As the operator of the far store would: the launch does not look after it."""
         nonlocal written_before
-        far.wait_end(10)
+        far.wait_until_ended(10)
         time.sleep(FAR_DOWN_S)
         far.start()
         written_before = total(STORE, "cornplug_store_far_writes_total", outcome="written")
@@ -159,7 +159,7 @@ def parts(launcher: int, far: RedisServer, clients: PacedClients) -> list[Deploy
         ),
         DeploymentPart(
             title="far store",
-            pid=lambda: far.pid if far.alive() else None,
+            pid=lambda: far.pid if far.is_alive() else None,
             works=far_takes_entries,
             restart=restart_far,
         ),

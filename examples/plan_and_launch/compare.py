@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.planner.latency_forecast import LatencyForecast
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import LatencyForecast, Plan
 from cornplug.planner.report.formatting import dollars, percent, seconds
 
 HERE = Path(__file__).parent

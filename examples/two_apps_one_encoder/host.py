@@ -117,7 +117,7 @@ def start(processes: Mapping[str, ManagedProcess]) -> None:
     """Start processes side by side and wait until each serves. Raises ProcessFailed."""
     for process in processes.values():
         process.spawn()
-    while not all(process.serves() for process in processes.values()):
+    while not all(process.check_ready() for process in processes.values()):
         time.sleep(0.2)
 
 

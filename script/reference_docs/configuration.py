@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from cornplug import config
 from cornplug.encoder_service import server_flags as encoder_flags
-from cornplug.engine_common.shared_flags import SETTINGS
+from cornplug.engine_common.shared_flags import SHARED_FLAGS
 from cornplug.store.daemon.main import store_parser
 
 from .markdown import notice
@@ -109,7 +109,7 @@ def _list(model: type[BaseModel], section: str) -> str:
 
 def flags(dotted: str) -> list[str]:
     """The flags that set one setting, with the command of those that are no engine's."""
-    found = [flag for flag, (setting, _) in SETTINGS.items() if setting == dotted]
+    found = [flag for flag, (setting, _) in SHARED_FLAGS.items() if setting == dotted]
     found += [f"encoder {flag}" for flag, setting in _of_encoder().items() if setting == dotted]
     if dotted in _STORE_FLAGS:
         found.append(f"serve-store {_STORE_FLAGS[dotted]}")
@@ -118,10 +118,11 @@ def flags(dotted: str) -> list[str]:
 
 def _of_encoder() -> dict[str, str]:
     """Flag of `cornplug encoder` -> setting: `overrides` is asked with each flag's own name for a value."""
-    parser = encoder_flags.parser("")
+    parser = encoder_flags.build_parser("")
     names = {a.dest: a.option_strings[0] for a in parser._actions if a.option_strings}
     return {
-        str(flag): setting for setting, flag in encoder_flags.overrides(argparse.Namespace(**names)).items()
+        str(flag): setting
+        for setting, flag in encoder_flags.setting_overrides(argparse.Namespace(**names)).items()
     }
 
 

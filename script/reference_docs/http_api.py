@@ -78,7 +78,7 @@ def _document() -> dict[str, Any]:
         config = load({"encoder.socket": str(Path(folder) / "e"), "encoder.port": 0}, environ={})
         encoder = EncoderCore(
             ModelRegistry(dtype="float32", device="cpu"),
-            ResultCache(None, deadline_s=1.0, kept_bytes=0),
+            ResultCache(None, deadline_s=1.0, max_feature_bytes=0),
             secret=_SECRET,
         )
         try:

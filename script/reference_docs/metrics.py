@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from cornplug.encoder_service.replica import ReplicaMetrics
 from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.metrics import LABELS, METRICS, STORE_METRICS
-from cornplug.vllm_connector.admission import _meters as admission_meters
+from cornplug.vllm_connector.admission import _create_metrics as admission_meters
 
 from .markdown import notice
 

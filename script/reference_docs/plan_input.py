@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from cornplug.planner.inputs.json_schema import plan_schema
-from cornplug.planner.known_models import known_models
+from cornplug.planner.inputs.component_shapes import known_models
+from cornplug.planner.inputs.schema import plan_schema
 
 from .markdown import notice
 

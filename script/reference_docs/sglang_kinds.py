@@ -6,21 +6,21 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.kv_page import QUANTISED
+from cornplug.kv_page import QUANTISED_FORMATS
 from cornplug.sglang_hooks.kv.exclusions import (
-    BESIDE_DRAFT,
-    BESIDE_WINDOWS,
-    DEPLOYMENTS,
-    DRAFT_SETTINGS,
-    DRAFT_TREES,
-    DRAFTS,
+    DEPLOYMENT_FLAGS,
+    DRAFT_ALGORITHM_REASON,
+    DRAFT_BRANCHES_REASON,
+    DRAFT_FLAGS,
     HYBRID_FIELDS,
-    NO_PAGE_OF_PAIR,
-    TREES,
-    WINDOWS,
+    NGRAM_BRANCHES_REASON,
+    NO_PAGE_SIZE_REASON,
+    WINDOWS_REASON,
+    WITH_DRAFT_REASONS,
+    WITH_WINDOWS_REASON,
     ExcludedFlag,
 )
-from cornplug.sglang_hooks.kv.hicache_config import RIVALS
+from cornplug.sglang_hooks.kv.hicache_config import CONFLICTING_FLAGS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 from devkit.sglang_kinds import KINDS
 
@@ -57,13 +57,13 @@ embeddings, set `CORNPLUG_ENGINE_SHARE_KV=false`.
 """
 _NOT_TESTED: Final = "not tested"
 _BESIDE: Final = {"mla": "MLA models", "images": "multimodal models", "fp8": "an fp8 KV cache"}
-"""Key of `BESIDE_DRAFT` -> its name on the page."""
+"""Key of `WITH_DRAFT_REASONS` -> its name on the page."""
 
 
 def page() -> str:
     """The text of docs/sglang-kinds.md."""
-    excluded = [(_flag(each), each.why) for each in DEPLOYMENTS]
-    flag, _, why = NO_PAGE_OF_PAIR.partition(" (")
+    excluded = [(_flag(each), each.why) for each in DEPLOYMENT_FLAGS]
+    flag, _, why = NO_PAGE_SIZE_REASON.partition(" (")
     excluded += [
         (f"`{flag}`", why.removesuffix(")")),
         (
@@ -76,15 +76,15 @@ def page() -> str:
             "`--load-format`",
             f"only {_words(sorted(READS_SAFETENSORS))} are shared",
         ),
-        ("`--speculative-algorithm`", DRAFTS),
-        ("`--speculative-algorithm NGRAM`", TREES),
+        ("`--speculative-algorithm`", DRAFT_ALGORITHM_REASON),
+        ("`--speculative-algorithm NGRAM`", NGRAM_BRANCHES_REASON),
         (
             "`--kv-cache-dtype`",
             f"only {_words(ITEM_BYTES)} are shared and, without scales in the checkpoint and without MLA, "
-            f"{_words(sorted(QUANTISED))}",
+            f"{_words(sorted(QUANTISED_FORMATS))}",
         ),
-        ("some models with sliding windows", WINDOWS),
-        ("`--speculative-algorithm` or an fp8 KV cache, with sliding windows", BESIDE_WINDOWS),
+        ("some models with sliding windows", WINDOWS_REASON),
+        ("`--speculative-algorithm` or an fp8 KV cache, with sliding windows", WITH_WINDOWS_REASON),
         (
             "other hybrid models (chunked or sparse attention, states)",
             f"{_words(HYBRID_FIELDS)} in config.json",
@@ -92,11 +92,11 @@ def page() -> str:
         ("models in SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
     drafts = [
-        *((f"`{each.flag}`", each.why) for each in DRAFT_SETTINGS),
-        ("`--speculative-eagle-topk`", DRAFT_TREES),
+        *((f"`{each.flag}`", each.why) for each in DRAFT_FLAGS),
+        ("`--speculative-eagle-topk`", DRAFT_BRANCHES_REASON),
         *((kind, _NOT_TESTED) for kind in _BESIDE.values()),
     ]
-    assert _BESIDE.keys() == BESIDE_DRAFT.keys()
+    assert _BESIDE.keys() == WITH_DRAFT_REASONS.keys()
     shared: dict[str, list[str]] = {}
     for kind in KINDS:
         if not kind.excluded_by:
@@ -106,7 +106,7 @@ def page() -> str:
         shared=_list((", ".join(flags), remark) for remark, flags in shared.items()),
         excluded=_list(_merged(excluded)),
         drafts=_list(_merged(drafts)),
-        rivals=_words(flag for _, _, flag in RIVALS),
+        rivals=_words(flag for _, _, flag in CONFLICTING_FLAGS),
     )
 
 
@@ -124,7 +124,7 @@ def _merged(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 def _flag(each: ExcludedFlag) -> str:
     """A flag and, where several values of it are shared, which are not."""
-    return f"`{each.flag}`" + (f" but {_words(map(str, each.also))}" if each.also else "")
+    return f"`{each.flag}`" + (f" but {_words(map(str, each.allowed))}" if each.allowed else "")
 
 
 def _words(names: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.apps_file import toml_text
+from cornplug.apps.deployment import format_toml
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from cornplug.apps.apps_file import toml_text
     ],
 )
 def test_toml_text_of_data_is_read_as_the_same(data: dict[str, Any]) -> None:
-    assert tomllib.loads(toml_text(data)) == data
+    assert tomllib.loads(format_toml(data)) == data

@@ -9,7 +9,7 @@ import pytest
 from cornplug.checkpoints.families import FAMILIES, without_inert
 from cornplug.checkpoints.families import family as base
 from cornplug.errors import CheckpointError
-from cornplug.identity import canonical
+from cornplug.identity import canonical_json
 from devkit.checkpoints.bare import CLIP_PREPROCESSOR, LLAVA_CONFIG, QWEN2_VL_CONFIG
 
 LLAVA, QWEN2_VL = FAMILIES["llava"], FAMILIES["qwen2_vl"]
@@ -74,14 +74,18 @@ def test_families_layers_behind_the_cut_do_not_count(layer: int | list[int], lay
 
 
 def test_families_spellings_of_one_feature_layer_agree() -> None:
-    specs = {canonical(LLAVA.tower_spec(_llava(vision_feature_layer=layer))) for layer in (-2, 2, [-2], [2])}
-    specs.add(canonical(LLAVA.tower_spec({k: v for k, v in _llava().items() if k != "vision_feature_layer"})))
+    specs = {
+        canonical_json(LLAVA.tower_spec(_llava(vision_feature_layer=layer))) for layer in (-2, 2, [-2], [2])
+    }
+    specs.add(
+        canonical_json(LLAVA.tower_spec({k: v for k, v in _llava().items() if k != "vision_feature_layer"}))
+    )
     assert len(specs) == 1
 
 
 def test_families_order_and_number_of_feature_layers_count() -> None:
     layers: list[Any] = [-2, -1, [-2, -1], [-1, -2]]
-    assert len({canonical(LLAVA.tower_spec(_llava(vision_feature_layer=x))) for x in layers}) == 4
+    assert len({canonical_json(LLAVA.tower_spec(_llava(vision_feature_layer=x))) for x in layers}) == 4
 
 
 @pytest.mark.parametrize("layer", [4, -5, [-2, 9], []])
@@ -156,7 +160,7 @@ def test_families_projector_activation_and_bias_count() -> None:
         LLAVA.projector_spec(c)
         for c in ({}, {"projector_hidden_act": "relu"}, {"multimodal_projector_bias": False})
     ]
-    assert len({canonical(spec) for spec in specs}) == 3
+    assert len({canonical_json(spec) for spec in specs}) == 3
     assert LLAVA.projector_spec({"projector_hidden_act": "gelu"}) == specs[0]
 
 
@@ -174,8 +178,8 @@ def test_families_qwen_defaults_equal_transformers(kind: str, width: str) -> Non
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind)
     family, whole = FAMILIES[kind], {"vision_config": config.vision_config.to_dict()}
-    assert canonical(family.tower_spec(whole)) == canonical(family.tower_spec({}))
-    assert canonical(family.projector_spec(whole)) == canonical(family.projector_spec({}))
+    assert canonical_json(family.tower_spec(whole)) == canonical_json(family.tower_spec({}))
+    assert canonical_json(family.projector_spec(whole)) == canonical_json(family.projector_spec({}))
     wide = {"vision_config": {**whole["vision_config"], width: 8}}
     assert family.tower_spec(wide) == family.tower_spec(whole)
     assert family.projector_spec(wide) != family.projector_spec(whole)
@@ -296,7 +300,7 @@ def test_families_preprocess_defaults_equal_transformers(kind: str) -> None:
     written = getattr(transformers, name)().to_dict()
     assert {"resample", "image_mean", "size", "rescale_factor"} <= written.keys()
     spec = FAMILIES[kind].preprocess_spec
-    assert canonical(spec(written)) == canonical(spec({}))
+    assert canonical_json(spec(written)) == canonical_json(spec({}))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -305,7 +309,7 @@ def test_families_video_preprocess_defaults_equal_transformers(kind: str) -> Non
     family = FAMILIES[kind]
     spec = family.preprocess_spec_of("video")
     made = getattr(transformers, str(spec({})["kind"]))()
-    assert canonical(spec(made.to_dict())) == canonical(spec({}))
+    assert canonical_json(spec(made.to_dict())) == canonical_json(spec({}))
     # None means False until transformers 5.22 and True from there on: then the default here must follow.
     assert made.cap_pixels_per_frame is None
 
@@ -326,7 +330,7 @@ def test_fields_that_change_a_video_s_frames_count(change: dict[str, Any]) -> No
 
 def test_families_every_modality_has_a_preprocess_spec() -> None:
     for family in FAMILIES.values():
-        specs = [canonical(family.preprocess_spec_of(modality)({})) for modality in family.inputs]
+        specs = [canonical_json(family.preprocess_spec_of(modality)({})) for modality in family.inputs]
         assert len(set(specs)) == len(family.inputs)
 
 
@@ -344,7 +348,7 @@ def test_qwen2_vl_s_pixel_bounds_override_size() -> None:
 def test_families_specs_are_json() -> None:
     for family, config in ((LLAVA, LLAVA_CONFIG), (QWEN2_VL, QWEN2_VL_CONFIG)):
         for spec in (family.tower_spec(config), family.projector_spec(config), family.preprocess_spec({})):
-            assert canonical(spec)
+            assert canonical_json(spec)
 
 
 def test_without_inert_fields_never_hold_a_models_shape() -> None:

@@ -46,7 +46,7 @@ def old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file whose time stamps may be trusted."""
     path = tmp_path / "old.safetensors"
     bare.write_safetensors(path, {"a": bare.bare("a"), "b": bare.bare("b")})
-    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_MIN_STABLE_AGE_S", -1.0)
     return path
 
 
@@ -142,7 +142,7 @@ def _many_fingerprints(folder: str, count: Any, start: Any) -> None:
 def test_fingerprint_cache_of_many_processes_one_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_MIN_STABLE_AGE_S", -1.0)
     _llava(tmp_path / "x")
     fork = multiprocessing.get_context("fork")
     count, start = fork.Value("i", 0), fork.Barrier(4)
@@ -170,7 +170,7 @@ def test_fingerprint_cache_unwritable_costs_time_only(
 def test_fingerprint_cache_rewritten_file_with_old_time_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_digest, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(safetensors_digest, "_MIN_STABLE_AGE_S", -1.0)
     checkpoint = _llava(tmp_path / "x")
     before = checkpoint.fingerprint("tower")
     file = tmp_path / "x" / "model.safetensors"

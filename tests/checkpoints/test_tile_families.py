@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError
-from cornplug.identity import canonical
+from cornplug.identity import canonical_json
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,15 +26,19 @@ TILED = [name for name in CLASSES if name != "llava"]
 def test_tile_families_silent_config_has_transformers_defaults(name: str) -> None:
     family = FAMILIES[name]
     written = getattr(transformers, CLASSES[name][0])().to_dict()
-    assert canonical(family.tower_spec(written)) == canonical(family.tower_spec({"model_type": name}))
-    assert canonical(family.projector_spec(written)) == canonical(family.projector_spec({"model_type": name}))
+    assert canonical_json(family.tower_spec(written)) == canonical_json(
+        family.tower_spec({"model_type": name})
+    )
+    assert canonical_json(family.projector_spec(written)) == canonical_json(
+        family.projector_spec({"model_type": name})
+    )
 
 
 @pytest.mark.parametrize("name", TILED)
 def test_tile_families_silent_preprocessor_has_transformers_defaults(name: str) -> None:
     written = getattr(transformers, CLASSES[name][1])().to_dict()
     spec = FAMILIES[name].preprocess_spec
-    assert canonical(spec(written)) == canonical(spec({}))
+    assert canonical_json(spec(written)) == canonical_json(spec({}))
     assert spec({})["kind"] == CLASSES[name][1]
 
 
@@ -51,7 +55,7 @@ def test_tile_families_file_of_other_class_gets_no_defaults() -> None:
     silent = {"image_processor_type": "SiglipImageProcessor"}
     spec = FAMILIES["llava"].preprocess_spec
     mean = spec({})["image_mean"]
-    assert canonical(spec(silent)) != canonical(spec({**silent, "image_mean": mean}))
+    assert canonical_json(spec(silent)) != canonical_json(spec({**silent, "image_mean": mean}))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llava", "llava_next", "llava_onevision"])

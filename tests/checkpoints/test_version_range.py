@@ -35,12 +35,12 @@ def test_version_range_str_is_pips_specifier(versions: VersionRange, text: str) 
 
 def test_refusal_inside_range_is_empty() -> None:
     with mock.patch.object(importlib.metadata, "version", return_value="0.32.4"):
-        assert TWO.refusal() == ""
+        assert TWO.explain_mismatch() == ""
 
 
 def test_refusal_outside_range_names_version_and_range() -> None:
     with mock.patch.object(importlib.metadata, "version", return_value="0.33.1"):
-        assert TWO.refusal() == (
+        assert TWO.explain_mismatch() == (
             "vLLM 0.33.1 is outside the tested range >=0.32,<0.33; "
             "install a release of cornplug that supports it"
         )
@@ -49,5 +49,5 @@ def test_refusal_outside_range_names_version_and_range() -> None:
 def test_refusal_without_engine_names_no_version() -> None:
     missing = importlib.metadata.PackageNotFoundError
     with mock.patch.object(importlib.metadata, "version", side_effect=missing):
-        assert TWO.installed() is None
-        assert TWO.refusal().startswith("vLLM None is outside")
+        assert TWO.installed_version() is None
+        assert TWO.explain_mismatch().startswith("vLLM None is outside")

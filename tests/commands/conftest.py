@@ -27,6 +27,6 @@ def store(settings: StoreConfig) -> Iterator[PoolStore]:
     secret = ("--secret-file", str(settings.secret_file))
     with StoreProcess(settings.socket, *secret, size="64MiB"):
         client = PoolStore(settings, connect_timeout_s=20)
-        wait_until(lambda: client.connected, deadline_s=60, what="a connection")
+        wait_until(lambda: client.is_connected, deadline_s=60, what="a connection")
         yield client
         client.close()

@@ -14,7 +14,7 @@ import pytest
 from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine, CheckResult
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, last_line
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, encode_verdicts
 
 HERE = [engine for engine in (VLLM, SGLANG) if importlib.util.find_spec(engine.name) is not None]
 
@@ -46,8 +46,8 @@ def test_engine_checks_one_engine_in_its_range_is_enough(
 ) -> None:
     """One engine is enough; one outside its range is none."""
     installed = dict(zip(("vllm", "sglang"), versions, strict=True))
-    monkeypatch.setattr(VersionRange, "installed", lambda self: installed[self.package])
-    found = by_name(list(engine_checks.versions()))
+    monkeypatch.setattr(VersionRange, "installed_version", lambda self: installed[self.package])
+    found = by_name(list(engine_checks.check_versions()))
     assert (found["vllm"].status, found["sglang"].status) == expected
     for finding in (found["vllm"], found["sglang"]):
         assert bool(finding.remedy) == (finding.status != "ok")
@@ -88,7 +88,7 @@ def test_engine_checks_probes_use_names_that_exist(engine: CheckedEngine) -> Non
 @pytest.mark.more
 @pytest.mark.parametrize("engine", HERE, ids=lambda engine: engine.name)
 def test_engine_checks_engine_process_finds_the_plugin(engine: CheckedEngine) -> None:
-    finding, *more = engine_checks.plugin(engine)
+    finding, *more = engine_checks.check_plugin(engine)
     assert (finding.status, finding.what) == ("ok", f"found and registered by a process of {engine.label}")
     assert {f.status for f in more} <= {"warn"}
 
@@ -96,7 +96,7 @@ def test_engine_checks_engine_process_finds_the_plugin(engine: CheckedEngine) ->
 @pytest.mark.parametrize("engine", [VLLM, SGLANG], ids=lambda engine: engine.name)
 def test_plugin_left_out_by_the_environment(engine: CheckedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(engine.allow_variable, "other,another")
-    (finding,) = engine_checks.plugin(engine)
+    (finding,) = engine_checks.check_plugin(engine)
     assert (finding.status, engine.allow_variable in finding.remedy) == ("fail", True)
 
 
@@ -104,30 +104,30 @@ def test_plugin_left_out_by_the_environment(engine: CheckedEngine, monkeypatch: 
 def test_plugin_without_entry_point(engine: CheckedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     none = importlib.metadata.EntryPoints(())
     monkeypatch.setattr(engine_checks, "entry_points", lambda **_: none)
-    (finding,) = engine_checks.plugin(engine)
+    (finding,) = engine_checks.check_plugin(engine)
     assert (finding.status, "does not exist" in finding.what) == ("fail", True)
 
 
 def test_plugin_that_dies_is_quoted() -> None:
-    (finding,) = engine_checks.plugin(replace(SGLANG, probe=said("Traceback", 1)))
+    (finding,) = engine_checks.check_plugin(replace(SGLANG, probe=said("Traceback", 1)))
     assert (finding.status, "no such hook here" in finding.what) == ("fail", True)
 
 
 def test_plugin_that_says_why_not() -> None:
-    (finding,) = engine_checks.plugin(replace(SGLANG, probe=said('{"why_not": "no seam"}')))
+    (finding,) = engine_checks.check_plugin(replace(SGLANG, probe=said('{"why_not": "no seam"}')))
     assert (finding.status, "no seam" in finding.what) == ("fail", True)
 
 
 def test_engine_checks_cache_that_cannot_hand_on_is_a_warning() -> None:
     answer = '{"why_not": "", "cache": "there is no GPU here"}'
-    ok, warning = engine_checks.plugin(replace(SGLANG, probe=said(answer)))
+    ok, warning = engine_checks.check_plugin(replace(SGLANG, probe=said(answer)))
     assert (ok.status, warning.status, warning.check) == ("ok", "warn", "sglang cache")
     assert "CORNPLUG_ENGINE_SHARE_KV" in warning.remedy
 
 
 def test_engine_checks_hanging_probe_fails_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, "_PROBE_S", 0.5)
-    (finding,) = engine_checks.plugin(replace(VLLM, probe="import time; time.sleep(60)"))
+    monkeypatch.setattr(engine_checks, "_PROBE_TIMEOUT_S", 0.5)
+    (finding,) = engine_checks.check_plugin(replace(VLLM, probe="import time; time.sleep(60)"))
     assert (finding.status, "took more than 0.5 s" in finding.what) == ("fail", True)
 
 
@@ -137,8 +137,8 @@ def test_engine_checks_hanging_probe_fails_in_time(monkeypatch: pytest.MonkeyPat
 def test_engine_checks_allocator_without_connectors_fails(
     segments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(VersionRange, "installed", lambda _: "0.32.0")
-    found = list(engine_checks.allocator({"PYTORCH_CUDA_ALLOC_CONF": segments}))
+    monkeypatch.setattr(VersionRange, "installed_version", lambda _: "0.32.0")
+    found = list(engine_checks.check_allocator({"PYTORCH_CUDA_ALLOC_CONF": segments}))
     assert bool(found) is segments.startswith("expandable")
     assert all(f.status == "warn" and "expandable_segments:True" in f.remedy for f in found)
 
@@ -154,7 +154,7 @@ VERDICTS = json.dumps(
 def test_engine_checks_sharing_is_what_the_engine_says() -> None:
     """A model probe gets model and flags; what it says is the table, whatever its engine logs before it."""
     program = f"import sys; print('INFO'); assert sys.argv[1:] == ['/m', '--tp', '2']; print({VERDICTS!r})"
-    kv, embeddings = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", ["--tp", "2"])
+    kv, embeddings = engine_checks.check_sharing(replace(VLLM, model_probe=program), "/m", ["--tp", "2"])
     assert (kv.status, kv.check, kv.remedy) == ("warn", "vllm shares", "--one-group")
     assert kv.what == "/m: KV not shared: 2 cache groups"
     assert (embeddings.status, embeddings.what) == ("ok", "/m: embeddings shared")
@@ -169,13 +169,13 @@ def test_engine_checks_sharing_is_what_the_engine_says() -> None:
     ],
 )
 def test_engine_checks_sharing_warns_of_what_is_lost(verdict: SharingVerdict, status: str) -> None:
-    program = said(last_line([verdict]))
-    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", ())
+    program = said(encode_verdicts([verdict]))
+    (finding,) = engine_checks.check_sharing(replace(VLLM, model_probe=program), "/m", ())
     assert (finding.status, verdict.why in finding.what) == (status, True)
 
 
 def test_engine_checks_model_probe_that_dies_is_a_warning() -> None:
-    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=said("Segmentation", 3)), "/m", ())
+    (finding,) = engine_checks.check_sharing(replace(VLLM, model_probe=said("Segmentation", 3)), "/m", ())
     assert (finding.status, "no such hook here" in finding.what) == ("warn", True)
 
 
@@ -183,7 +183,7 @@ def test_engine_checks_flags_that_the_engine_refuses_fail() -> None:
     refuses = replace(
         VLLM, model_probe="import sys; print('vllm: error: no --tq', file=sys.stderr); sys.exit(2)"
     )
-    (finding,) = engine_checks.shared_of(refuses, "/m", ["--tq", "2"])
+    (finding,) = engine_checks.check_sharing(refuses, "/m", ["--tq", "2"])
     assert (finding.status, finding.what) == ("fail", "/m: vLLM rejects --tq 2: vllm: error: no --tq")
 
 
@@ -191,16 +191,16 @@ def test_engine_checks_engines_of_this_environment_are_of_tested_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = {"vllm": "0.32.1", "sglang": "0.5.23"}
-    monkeypatch.setattr(VersionRange, "installed", lambda self: installed[self.package])
-    assert engine_checks.of_this_environment() == [VLLM, SGLANG]
-    assert engine_checks.of_this_environment("sglang") == [SGLANG]
+    monkeypatch.setattr(VersionRange, "installed_version", lambda self: installed[self.package])
+    assert engine_checks.installed_engines() == [VLLM, SGLANG]
+    assert engine_checks.installed_engines("sglang") == [SGLANG]
     installed["sglang"] = "0.5.1"
-    assert engine_checks.of_this_environment() == [VLLM]
-    assert engine_checks.of_this_environment("sglang") == []
+    assert engine_checks.installed_engines() == [VLLM]
+    assert engine_checks.installed_engines("sglang") == []
 
 
 def test_engine_checks_slow_model_probe_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_checks, "_MODEL_PROBE_S", 0.5)
+    monkeypatch.setattr(engine_checks, "_MODEL_PROBE_TIMEOUT_S", 0.5)
     slow = replace(VLLM, model_probe="import time; time.sleep(60)")
-    (finding,) = engine_checks.shared_of(slow, "/m", ())
+    (finding,) = engine_checks.check_sharing(slow, "/m", ())
     assert (finding.status, "took more than 0.5 s" in finding.what) == ("warn", True)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from cornplug.host import free_port
-from cornplug.planner.launch.session import CURRENT
+from cornplug.planner.launch.session import CURRENT_PLAN_FILE
 from cornplug.planner.plan import Deployment
 from devkit.engines import wait_until
 
@@ -137,7 +137,7 @@ def test_launch_command_change_under_load_fails_no_request(tmp_path: Path) -> No
         assert "end a-0, once clients have the new routes" in done.stdout
         assert stream.failures == []
         assert {*stream.models} == {"org/a", "org/b"}
-        assert Deployment.load(run_dir / CURRENT).groups[0].ports == [port + 1]
+        assert Deployment.load(run_dir / CURRENT_PLAN_FILE).groups[0].ports == [port + 1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 

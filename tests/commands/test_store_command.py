@@ -12,7 +12,7 @@ from cornplug.commands.store_command import parse_age, purge_summary
 from cornplug.config import StoreConfig
 from cornplug.store.base import PurgeCount
 from cornplug.store.client import PoolStore
-from cornplug.testing.store import fill, lease, present
+from cornplug.testing.store import contains, fill, lease
 
 
 def test_store_purge_ends_an_apps_entries_and_says_so(
@@ -24,15 +24,15 @@ def test_store_purge_ends_an_apps_entries_and_says_so(
     assert held is not None
     assert cli.main(["store", "purge", "--app", "chat", "--dry-run"]) == 0
     assert "would purge 1 entries, 1.0 MiB; 1 of them are being read" in capsys.readouterr().out
-    assert present(store, "a", "b") == b"\1\1"
+    assert contains(store, "a", "b") == b"\1\1"
     assert cli.main(["store", "purge", "--app", "chat", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"entries": 1, "size_bytes": 1 << 20, "leased": 1, "writing": 0}
-    assert present(store, "a", "b") == b"\0\1"
+    assert contains(store, "a", "b") == b"\0\1"
     assert cli.main(["store", "purge", "--older-than", "1h"]) == 0
-    assert present(store, "b") == b"\1"
+    assert contains(store, "b") == b"\1"
     assert cli.main(["store", "purge", "--all"]) == 0
-    assert present(store, "b") == b"\0"
+    assert contains(store, "b") == b"\0"
 
 
 def test_store_purge_without_a_store_is_an_error(

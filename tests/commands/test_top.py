@@ -26,7 +26,7 @@ def stat(*, hits: int = 0, misses: int = 0, evicted: int = 0, full: int = 0) -> 
 
 def shown(now: StoreStat, change: top.StatChange) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(top.view(now, change))
+    console.print(top.render(now, change))
     return console.export_text()
 
 
@@ -67,7 +67,7 @@ def test_top_between_two_looks_shows_rates() -> None:
 
 def test_top_since_it_began_shows_counts() -> None:
     now = stat(hits=3, misses=1, evicted=14)
-    text = shown(now, top.StatChange.since_began(now))
+    text = shown(now, top.StatChange.since_start(now))
     for expected in (
         "75 %",
         "3 hits, 1 misses",
@@ -81,4 +81,4 @@ def test_top_since_it_began_shows_counts() -> None:
 
 def test_top_store_without_reads_has_no_hit_rate() -> None:
     now = stat()
-    assert top.StatChange.since_began(now).hit_rate() == "-"
+    assert top.StatChange.since_start(now).format_hit_rate() == "-"

@@ -14,7 +14,7 @@ import pytest
 
 from cornplug import cli
 from cornplug.commands import warm, warm_engine
-from cornplug.commands.warm_file import LineError, read
+from cornplug.commands.warm_engine import LineError, read_warm_file
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.errors import EncoderRefused
 
@@ -95,8 +95,8 @@ class ApiCall(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiStub]:
-    monkeypatch.setattr(warm, "_LOOK_S", 0.01)
-    monkeypatch.setattr(warm, "_SETTLED_S", 0.1)
+    monkeypatch.setattr(warm, "_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(warm, "_STABLE_S", 0.1)
     monkeypatch.setattr(warm_engine, "_PAUSE_S", 0.001)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     server = ApiStub()
@@ -259,7 +259,7 @@ class ClientStub:
             origin = "cached" if i else "computed"
             yield (
                 i,
-                EmbeddingRef.inline(
+                EmbeddingRef.from_response(
                     key=bytes(32),
                     shape=(1, 1),
                     dtype="float32",
@@ -365,7 +365,7 @@ def test_warm_check_sends_nothing(written: Callable[..., Path], capsys: pytest.C
 def test_read_faulty_line_names_its_field(
     written: Callable[..., Path], line: Any, field: str, problem: str
 ) -> None:
-    lines, errors = read(written({"prompt": "whole"}, line, {"prompt": "whole too"}))
+    lines, errors = read_warm_file(written({"prompt": "whole"}, line, {"prompt": "whole too"}))
     assert [one.number for one in lines] == [1, 3]
     (error,) = errors
     assert (error.line, error.field) == (2, field)
@@ -374,5 +374,5 @@ def test_read_faulty_line_names_its_field(
 
 
 def test_read_prompt_with_other_line_separators_is_one_line(written: Callable[..., Path]) -> None:
-    lines, errors = read(written(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False)))
+    lines, errors = read_warm_file(written(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False)))
     assert (len(lines), errors) == (1, [])

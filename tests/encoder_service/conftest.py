@@ -25,7 +25,7 @@ from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.models import ModelsRoute
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
 from cornplug.encoder_service.scheduling.batcher import EncodeJob
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
@@ -63,12 +63,12 @@ def processors_tried_once() -> Iterator[None]:
 
     These runs take half of the CPU time of making an application. Their results depend on these keys only.
     """
-    alike, probed = ModelsRoute._alike, ImagePreprocessor._probed
-    rows: dict[tuple[bytes, MediumLimits], bool] = {}
+    alike, probed = ModelsRoute._has_fixed_rows, ImagePreprocessor._measure_probes
+    rows: dict[tuple[bytes, MediaLimits], bool] = {}
     sizes: dict[tuple[str, str], tuple[int, int]] = {}
 
     def known_alike(route: ModelsRoute, model: str) -> bool:
-        loaded = route._registry.by_name(model)
+        loaded = route._registry.find_by_name(model)
         assert loaded is not None
         key = loaded.served.identity, route._preparer._limits
         if key not in rows:
@@ -78,14 +78,14 @@ def processors_tried_once() -> Iterator[None]:
     def known_probed(images: ImagePreprocessor) -> tuple[int, int]:
         if isinstance(images._processor, WholeProcessor):
             return probed(images)
-        key = images._processor.to_json_string(), repr(images._asked)
+        key = images._processor.to_json_string(), repr(images._processor_kwargs)
         if key not in sizes:
             sizes[key] = probed(images)
         return sizes[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelsRoute, "_alike", known_alike)
-        patch.setattr(ImagePreprocessor, "_probed", known_probed)
+        patch.setattr(ModelsRoute, "_has_fixed_rows", known_alike)
+        patch.setattr(ImagePreprocessor, "_measure_probes", known_probed)
         yield
 
 
@@ -123,7 +123,7 @@ class Requests:
         self._made: dict[tuple[Path, int], dict[str, WireTensor]] = {}
 
     def __call__(self, path: Path, seed: int, **changes: Any) -> EncodeRequest:
-        loaded = self.registry.by_name(str(path))
+        loaded = self.registry.find_by_name(str(path))
         assert loaded is not None
         if (path, seed) not in self._made:
             self._made[path, seed] = inputs_of(path, sample_image(seed))
@@ -151,7 +151,7 @@ MakeEncoder = Callable[..., EncoderCore]
 
 def waiting_for_batch(encoder: EncoderCore) -> int:
     """Requests in its queue, as its metrics say."""
-    return sum(requests for requests, _ in encoder.meters.gauges.queue().values())
+    return sum(requests for requests, _ in encoder.metrics.gauges.queue_by_class().values())
 
 
 def joined(encoder: EncoderCore, requests: int) -> bool:
@@ -165,7 +165,7 @@ def encoders(registry: ModelRegistry) -> Iterator[MakeEncoder]:
     made: list[EncoderCore] = []
 
     def make(store: Any = None, **options: Any) -> EncoderCore:
-        cache = ResultCache(store, deadline_s=1.0, kept_bytes=options.pop("kept_bytes", 1 << 24))
+        cache = ResultCache(store, deadline_s=1.0, max_feature_bytes=options.pop("kept_bytes", 1 << 24))
         names = {field.name for field in fields(EncoderLimits)}
         limits = EncoderLimits(**{name: options.pop(name) for name in names & options.keys()})
         served = options.pop("registry", registry)

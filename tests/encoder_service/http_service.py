@@ -9,8 +9,8 @@ import httpx
 
 from cornplug.config import Config
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
 
 from .conftest import SECRET
 
@@ -22,7 +22,7 @@ class Service:
         self.encoder = encoder
         self.config = config
         self.gate = DrainState()
-        self.app = create_app(encoder, config.encoder, secret=SECRET, gate=self.gate)
+        self.app = create_app(encoder, config.encoder, secret=SECRET, drain_state=self.gate)
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         async def send() -> httpx.Response:

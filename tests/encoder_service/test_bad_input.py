@@ -20,8 +20,8 @@ import safetensors.torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.media.image import as_received, decode
-from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.media.image import decode, to_engine_rgb
+from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 
@@ -330,7 +330,7 @@ def test_decode_any_bytes_are_an_image_or_a_media_error(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            rgb = as_received(decode(data, MAX_PIXELS))
+            rgb = to_engine_rgb(decode(data, MAX_PIXELS))
         except MediaError:
             return
     assert rgb.mode == "RGB"

@@ -20,8 +20,8 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.http import requests
-from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal
-from cornplug.encoder_service.wire.messages import MediumRefusal, Reply
+from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal
+from cornplug.encoder_service.wire.messages import MediaRefusal, Reply
 from cornplug.qos import QosClasses
 from devkit.processes import EncoderProcess
 
@@ -81,15 +81,15 @@ def test_http_json_with_many_frames_is_taken(shared: Service, llava_pair: tuple[
 
 @pytest.mark.parametrize("size", [1, 2, 3, (3 << 18) - 1, 3 << 18, (3 << 18) + 1, (3 << 19) + 2])
 def test_medium_base64_of_any_length_is_decoded(size: int) -> None:
-    from cornplug.encoder_service.preprocess.preparer import medium_bytes
+    from cornplug.encoder_service.preprocess.preparer import media_bytes
     from cornplug.errors import EncoderRefused
 
     data = (bytes(range(251)) * (size // 251 + 1))[:size]
     text = base64.b64encode(data).decode()
-    assert medium_bytes("image", text) == data
+    assert media_bytes("image", text) == data
     for damaged in (text[:-1], "=" + text[1:], text + "A", text[:4] + "====" + text[4:]):
         with pytest.raises(EncoderRefused, match="image: not base64"):
-            medium_bytes("image", damaged)
+            media_bytes("image", damaged)
 
 
 def test_body_guard_classes_have_a_part_of_the_bytes_each(
@@ -99,7 +99,7 @@ def test_body_guard_classes_have_a_part_of_the_bytes_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before: bodies of anyone that do not end kept everyone out for `BODY_DEADLINE_S`."""
-    monkeypatch.setattr(requests, "_HELD_BYTES", 1)
+    monkeypatch.setattr(requests, "_MAX_BODIES_BYTES", 1)
     qos = QosClasses(load({"qos.classes": {"premium": {"share": 0.5, "api_keys": ["k"]}}}, environ={}).qos)
     limits = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(classes=qos), config.model_copy(update={"encoder": limits}))
@@ -149,12 +149,12 @@ def sealed(service: Service, message: bytes) -> Any:
     seal = EngineSeal.new(SECRET)
     answer = service.call(
         "POST",
-        PATH,
+        ENGINE_PATH,
         content=seal.seal_request(message),
         headers={"authorization": seal.authorization, "content-type": MEDIA_TYPE},
     )
     assert answer.status_code == 200, answer.text
-    return msgspec.msgpack.decode(seal.open_answer(answer.content), type=Reply | MediumRefusal)
+    return msgspec.msgpack.decode(seal.open_reply(answer.content), type=Reply | MediaRefusal)
 
 
 def encode_with(name: bytes, value: bytes) -> bytes:

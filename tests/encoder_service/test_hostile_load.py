@@ -196,25 +196,25 @@ def test_http_medium_over_budget_is_refused_by_header(serve: Serve, llava: str) 
 def test_prepared_budget_class_keeps_its_reserved_part() -> None:
     premium, nightly = ServiceClass(name="premium", share=0.5), ServiceClass(name="nightly", share=0.02)
     budget = ByteBudget({premium: 0.5, nightly: 0.02}, 1000, purpose="to prepare it")
-    shares = [budget.share(nightly) for _ in range(5)]
+    shares = [budget.open_share(nightly) for _ in range(5)]
     for share in shares[:4]:
-        share.need(120)
+        share.resize(120)
     with pytest.raises(EncoderRefused) as full:
-        shares[4].need(120)
+        shares[4].resize(120)
     assert full.value.reason == "overloaded"
     with pytest.raises(EncoderRefused) as never:
-        shares[4].need(501)
+        shares[4].resize(501)
     assert never.value.reason == "too_large_prepared"
-    own = budget.share(premium)
-    own.need(500)
-    own.need(100)
-    assert budget.held_bytes() == 580
+    own = budget.open_share(premium)
+    own.resize(500)
+    own.resize(100)
+    assert budget.count_used_bytes() == 580
     for share in (*shares, own):
         share.close()
         share.close()
-    assert budget.held_bytes() == 0
+    assert budget.count_used_bytes() == 0
     with pytest.raises(EncoderRefused):
-        own.need(1)
+        own.resize(1)
 
 
 def test_encoder_engine_inputs_count_until_item_is_made(
@@ -224,11 +224,11 @@ def test_encoder_engine_inputs_count_until_item_is_made(
     size = sum(len(tensor.data) for tensor in request.inputs.values())
     encoder = make_encoder(max_prepared_bytes=2 * size)
     assert encoder.submit(request).result(60).key == request.key  # type: ignore[union-attr]
-    eventually(lambda: encoder.budget.held_bytes() == 0)
+    eventually(lambda: encoder.budget.count_used_bytes() == 0)
     small = make_encoder(max_prepared_bytes=size - 1)
     refused: Any = small.submit(request).result(60)
     assert refused.reason == "overloaded"
-    assert small.waiting() == 0
+    assert small.count_waiting() == 0
 
 
 def test_http_deadline_of_a_request_is_limited(

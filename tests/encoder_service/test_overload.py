@@ -20,7 +20,7 @@ from cornplug.config import QosConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.model_registry import LoadedModel
-from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import QosClasses
 
@@ -55,7 +55,7 @@ class StandIn:
         self.passes: list[tuple[int, float]] = []
         self._behind_s = 0.0
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return True
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -63,7 +63,7 @@ class StandIn:
 
     def load(self, models: Sequence[LoadedModel]) -> None: ...
 
-    def drop(self, models: Sequence[LoadedModel]) -> None: ...
+    def unload(self, models: Sequence[LoadedModel]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ class StandIn:
         took_s = time.monotonic() - began
         self._behind_s = max(0.0, self._behind_s + took_s - due_s)
         self.passes.append((len(task.items), took_s))
-        return BatchResult(features={}, embeddings=tuple(torch.zeros(1, 4) for _ in task.wanted))
+        return BatchResult(features={}, embeddings=tuple(torch.zeros(1, 4) for _ in task.targets))
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Storm:
         self._encoder = encoder
         self._request = request
         self._left = threading.Semaphore(0)
-        self._futures: list[Future[Answer]] = []
+        self._futures: list[Future[EncodeResult]] = []
         self.asked: list[Asked] = []
 
     def ask(self, app: str, deadline_s: float) -> None:
@@ -129,7 +129,7 @@ class Storm:
         future = self._encoder.submit(request)
         self._futures.append(future)
 
-        def done(_: Future[Answer]) -> None:
+        def done(_: Future[EncodeResult]) -> None:
             one.seconds = time.monotonic() - one.sent_s
             self._left.release()
 

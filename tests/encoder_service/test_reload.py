@@ -22,10 +22,10 @@ from cornplug.encoder_service.execution.executor import InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.model_loader import LoadedModel
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource, PreprocessedMedia
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.replica import ReplicaSettings, open_replicas
-from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
@@ -53,7 +53,7 @@ def encoder(pair: tuple[Path, Path], make_encoder: MakeEncoder) -> EncoderCore:
 
 
 def request_of(registry: ModelRegistry, path: Path, seed: int) -> EncodeRequest:
-    loaded = registry.by_name(str(path))
+    loaded = registry.find_by_name(str(path))
     assert loaded is not None
     model = loaded.served.identity
     return EncodeRequest(
@@ -67,7 +67,7 @@ def request_of(registry: ModelRegistry, path: Path, seed: int) -> EncodeRequest:
     )
 
 
-def embedded(future: Future[Answer]) -> bytes:
+def embedded(future: Future[EncodeResult]) -> bytes:
     answer = future.result(60)
     assert isinstance(answer, EncodeReply), answer
     assert answer.tensor is not None
@@ -104,28 +104,28 @@ def test_reload_new_weights_have_new_identities(encoder: EncoderCore, pair: tupl
     assert new.key != old.key
     after = embedded(encoder.submit(new))
     assert after != before
-    fresh = ModelRegistry.open([str(pair[0])], dtype="float32", device="cpu").loaded()[0]
+    fresh = ModelRegistry.open([str(pair[0])], dtype="float32", device="cpu").loaded_models()[0]
     item = fresh.tower.prepare(new.inputs)
     (want,) = fresh.projector.project(fresh.tower.encode([item]), [item])
     assert after == bytes(want.numpy().tobytes())
     refused = encoder.submit(old).result(60)
     assert isinstance(refused, EncodeRefusal)
     assert refused.reason == "unknown_model"
-    assert [m.epoch for m in encoder.registry.served()] == [1, 0]
+    assert [m.epoch for m in encoder.registry.served_models()] == [1, 0]
 
 
 def test_reload_unchanged_weights_load_no_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
-    before = encoder.registry.loaded()
+    before = encoder.registry.loaded_models()
     assert encoder.reload() == ()
-    assert encoder.registry.loaded() == before
+    assert encoder.registry.loaded_models() == before
 
 
 def test_reload_loads_changed_halves_only(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
-    one, other = encoder.registry.loaded()
+    one, other = encoder.registry.loaded_models()
     rewrite(pair[1], "multi_modal_projector.")
     assert encoder.reload(str(pair[0])) == ()
     assert len(encoder.reload(str(pair[1]))) == 1
-    same, new = encoder.registry.loaded()
+    same, new = encoder.registry.loaded_models()
     assert same is one
     assert new.tower is one.tower
     assert new.projector is not other.projector
@@ -182,23 +182,23 @@ def test_reload_that_fails_serves_as_before(
     encoder: EncoderCore, pair: tuple[Path, Path], change: Any, words: str
 ) -> None:
     request = request_of(encoder.registry, pair[0], 1)
-    before, served = embedded(encoder.submit(request)), encoder.registry.served()
+    before, served = embedded(encoder.submit(request)), encoder.registry.served_models()
     # The one that is good is not taken either: a deployment changes as a whole.
     rewrite(pair[1], "vision_tower.")
     change(pair[0])
     with pytest.raises(CheckpointError, match=words):
         encoder.reload()
-    assert encoder.registry.served() == served
+    assert encoder.registry.served_models() == served
     assert embedded(encoder.submit(request)) == before
 
 
 def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair: tuple[Path, Path]) -> None:
-    limits = MediumLimits(max_pixels=10**6, max_media_s=10.0)
+    limits = MediaLimits(max_pixels=10**6, max_media_s=10.0)
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
-    def prepared() -> PreprocessedMedium:
-        source = MediumSource(
-            model=str(pair[0]), modality="image", parts=[png(sample_image(1))], salt=None, deadline_s=1.0
+    def prepared() -> PreprocessedMedia:
+        source = MediaSource(
+            model=str(pair[0]), modality="image", contents=[png(sample_image(1))], salt=None, deadline_s=1.0
         )
         return preparer.prepare(source)
 
@@ -229,7 +229,7 @@ class Full(InProcessExecutor):
 class Watched(InProcessExecutor):
     dropped: Sequence[LoadedModel] = ()
 
-    def drop(self, models: Sequence[LoadedModel]) -> None:
+    def unload(self, models: Sequence[LoadedModel]) -> None:
         self.dropped = models
 
 
@@ -238,11 +238,11 @@ def test_reload_reaches_all_executors_or_none(pair: tuple[Path, Path], make_enco
     cpu = torch.device("cpu")
     good = Watched(cpu)
     encoder = make_encoder(registry=registry, executors=[good, Full(cpu)])
-    served = registry.served()
+    served = registry.served_models()
     rewrite(pair[0], "vision_tower.")
     with pytest.raises(CheckpointError, match="no room"):
         encoder.reload()
-    assert registry.served() == served
+    assert registry.served_models() == served
     assert [loaded.served.name for loaded in good.dropped] == [str(pair[0])]
 
 
@@ -250,7 +250,7 @@ def test_reload_reaches_all_executors_or_none(pair: tuple[Path, Path], make_enco
 def beside(pair: tuple[Path, Path]) -> Iterator[EncoderCore]:
     """With a replica."""
     registry = ModelRegistry.open([str(pair[0])], dtype="float32", device="meta")
-    replicas = open_replicas(["cpu"], ReplicaSettings(dtype="float32", threads=1), registry.loaded())
+    replicas = open_replicas(["cpu"], ReplicaSettings(dtype="float32", threads=1), registry.loaded_models())
     encoder = EncoderCore(registry, ResultCache(None, deadline_s=1.0), secret=SECRET, executors=replicas)
     yield encoder
     encoder.close()
@@ -263,17 +263,17 @@ def test_replica_reload_frees_old_and_restarts_with_new_weights(
     beside: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
     (replica,) = beside._executors
-    (old,) = beside.registry.loaded()
+    (old,) = beside.registry.loaded_models()
     before = embedded(beside.submit(request_of(beside.registry, pair[0], 1)))
     rewrite(pair[0], "vision_tower.")
     beside.reload()
-    (new,) = beside.registry.loaded()
+    (new,) = beside.registry.loaded_models()
     assert embedded(beside.submit(request_of(beside.registry, pair[0], 1))) != before
     eventually(lambda: old.served.identity not in replica._models)  # type: ignore[attr-defined]
     damaged(pair[0])
     with pytest.raises(CheckpointError):
         beside.reload()
-    assert beside.healthy()
+    assert beside.is_healthy()
     assert set(replica._models) == {new.served.identity}  # type: ignore[attr-defined]
 
 

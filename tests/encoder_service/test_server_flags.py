@@ -11,7 +11,7 @@ import torch
 
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.encoder_service import server, server_flags
-from cornplug.encoder_service.replica import cores
+from cornplug.encoder_service.replica import count_cores
 from cornplug.encoder_service.server import main
 from cornplug.errors import ConfigError
 
@@ -23,7 +23,7 @@ from cornplug.errors import ConfigError
         (("--device", "tpu"), "--device", "cuda:N"),
         (("--device", "cuda:x"), "--device", "cuda:N"),
         (("--device", "cuda:4096"), "--device", "--device cpu"),
-        (("--device", "cpu", "--replicas", str(cores() + 1)), "--replicas", f"1 to {cores()}"),
+        (("--device", "cpu", "--replicas", str(count_cores() + 1)), "--replicas", f"1 to {count_cores()}"),
         (("--device", "cpu", "--replicas", "-1"), "--replicas", "or 0"),
     ],
 )
@@ -38,7 +38,9 @@ def test_server_flags_of_another_precision_are_accepted(monkeypatch: pytest.Monk
     """NVIDIA's images set one of these; the value counts in the keys (`numeric_class`)."""
     for name in PRECISION_VARIABLES:
         monkeypatch.setenv(name, "1")
-    server_flags.check(server_flags.parser("").parse_args(["--model", "/nowhere", "--device", "cpu"]))
+    server_flags.check_flags(
+        server_flags.build_parser("").parse_args(["--model", "/nowhere", "--device", "cpu"])
+    )
 
 
 def test_server_flags_help_has_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +65,7 @@ def torch_threads() -> Iterator[None]:
     [
         ("cpu", 2, 3, 1),
         ("cpu", 0, 3, 3),
-        ("cpu", 0, None, max(1, cores() - 1)),
+        ("cpu", 0, None, max(1, count_cores() - 1)),
         ("cuda:0", 0, None, 1),
         ("cuda", 0, 3, 3),
     ],
@@ -76,7 +78,7 @@ def test_server_torch_threads_where_cores_only_prepare_are_one(
         def open(*args: Any, **options: Any) -> Registry:
             return Registry()
 
-        def loaded(self) -> tuple[()]:
+        def loaded_models(self) -> tuple[()]:
             return ()
 
     given: list[int] = []

@@ -24,7 +24,7 @@ from time_limits import TimeLimits
 from cornplug.config import Config
 from cornplug.encoder_service import server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.server import RENEW_S, web_settings
+from cornplug.encoder_service.server import SOCKET_CHECK_S, uvicorn_config
 from cornplug.private_paths import read_secret
 from devkit.open_requests import OpenRequests
 from devkit.processes import EncoderProcess
@@ -57,7 +57,7 @@ def test_server_sigterm_under_load_answers_requests_then_ends(
             assert requests.answered() < ITEMS, "all was done before: the test saw no draining"
             late = probe.post("/v1/encode", data={"model": model}, files={"image": png(sample_image(1))})
             assert requests.statuses() == [200] * ITEMS
-        assert process.wait_end(60) == 0
+        assert process.wait_until_ended(60) == 0
     assert (late.status_code, late.json()["error"]["reason"]) == (503, "draining")
 
 
@@ -108,7 +108,7 @@ def test_server_socket_removed_by_a_cleaner_is_made_again(
         with SocketEncoder(path, secret) as before:
             served = before.describe(20)
             path.unlink()
-            eventually(path.exists, RENEW_S + 30)
+            eventually(path.exists, SOCKET_CHECK_S + 30)
             with SocketEncoder(path, secret) as after:
                 eventually(lambda: after.connected, 30)
                 assert after.describe(20) == served
@@ -125,10 +125,10 @@ async def _app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(server, "HEAD_S", 0.15)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 0.15)
     listener = socket.create_server(("127.0.0.1", 0))
     running = uvicorn.Server(
-        uvicorn.Config(_app, http=server.HeadTimeoutProtocol, lifespan="off", log_level="error")
+        uvicorn.Config(_app, http=server.HeaderTimeoutProtocol, lifespan="off", log_level="error")
     )
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -178,9 +178,9 @@ def test_server_idle_connections_give_way_to_new_ones(
                     pass
             await _app(scope, receive, send)
 
-    monkeypatch.setattr(server, "connections_allowed", lambda: 20)
+    monkeypatch.setattr(server, "max_connections", lambda: 20)
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(web_settings(app, config.encoder))
+    web = uvicorn.Server(uvicorn_config(app, config.encoder))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
@@ -219,7 +219,7 @@ def test_server_forwarded_headers_are_not_believed(config: Config) -> None:
         seen.append(scope["client"][0])
         await _app(scope, receive, send)
 
-    settings = web_settings(app, config.encoder)
+    settings = uvicorn_config(app, config.encoder)
     settings.load()
     headers = {"x-forwarded-for": "198.51.100.7", "forwarded": "for=198.51.100.7"}
 

@@ -26,14 +26,15 @@ from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.unix_server import UnixServer
-from cornplug.encoder_service.wire.handshake import EngineHandshake, ServiceChallenge
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeRequest,
     EncodeReply,
     EncodeRequest,
+    EngineHandshake,
     Reply,
+    ServiceChallenge,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.local_socket import SocketClaim, receive_frame
@@ -92,7 +93,7 @@ def test_client_describe_and_encode_by_socket(
 ) -> None:
     encoder = make_encoder()
     with SocketEncoder(serve(encoder), SECRET) as client:
-        assert client.describe(20) == encoder.registry.served()
+        assert client.describe(20) == encoder.registry.served_models()
         futures = [client.submit(request_for(p, s)) for s in range(6) for p in llava_pair]
         answers = [f.result(20) for f in futures]
         assert all(a.tensor is not None for a in answers)
@@ -120,7 +121,7 @@ def test_server_vanished_client_is_not_computed_for(
         eventually(lambda: waiting_for_batch(encoder) == 1)
         leaves.close()
         assert reason(gone) == "encoder_down"
-        eventually(lambda: encoder.waiting() == 1)
+        eventually(lambda: encoder.count_waiting() == 1)
         gate.open.set()
         held.result(10)
     assert passes(encoder) == 1
@@ -361,9 +362,9 @@ def trusted(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(20)
         sock.connect(str(path))
-        send(sock, engine.hello())
+        send(sock, engine.create_hello())
         challenge = receive_frame(sock, limit=MAX_FRAME_BYTES)
-        send(sock, engine.proof(challenge))
+        send(sock, engine.create_proof(challenge))
         yield sock
 
 
@@ -393,7 +394,7 @@ def test_server_stopped_engines_do_not_hold_large_frames(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A few large frames are held at a time; one that does not arrive gives its place to the next."""
-    monkeypatch.setattr(unix_server, "FRAME_S", 0.3)
+    monkeypatch.setattr(unix_server, "FRAME_TIMEOUT_S", 0.3)
     monkeypatch.setattr(unix_server, "_LARGE_BYTES", 16)
     path = serve(make_encoder())
     with contextlib.ExitStack() as stack:

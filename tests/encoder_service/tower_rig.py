@@ -104,7 +104,7 @@ MEDIA: dict[Modality, Medium] = {
 
 def _listen(path: Path, samples: Any) -> Made:
     checkpoint = Checkpoint.open(str(path))
-    architecture: Any = towers.architecture(checkpoint.family)
+    architecture: Any = towers.find_architecture(checkpoint.family)
     return architecture.feature_extractor(checkpoint.preprocessors["audio"]).extract(samples)
 
 
@@ -167,7 +167,7 @@ class Halves:
     @classmethod
     def load(cls, path: Path, dtype: torch.dtype = F32) -> Halves:
         checkpoint = Checkpoint.open(str(path))
-        architecture = towers.architecture(checkpoint.family)
+        architecture = towers.find_architecture(checkpoint.family)
         return cls(
             architecture.load_tower(checkpoint, dtype, CPU),
             architecture.load_projector(checkpoint, dtype, CPU),

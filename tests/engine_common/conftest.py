@@ -11,6 +11,6 @@ from cornplug.engine_common import engine_state
 
 @pytest.fixture(autouse=True)
 def original_weights() -> Iterator[None]:
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
     yield
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)

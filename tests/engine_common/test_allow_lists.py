@@ -15,10 +15,10 @@ from cornplug.engine_common.engine_config import (
     AS_OVERRIDE,
     FieldTables,
     SettingsVerdict,
-    defaults_of,
-    judge,
-    misplaced,
-    plain,
+    default_values,
+    find_misplaced,
+    judge_fields,
+    to_json_value,
 )
 from cornplug.errors import CheckpointError
 
@@ -40,7 +40,7 @@ class Settings:
 
 
 TABLES = FieldTables(
-    of="Settings",
+    class_name="Settings",
     in_key={
         "model": "the checkpoint's bytes",
         "scale": AS_OVERRIDE,
@@ -55,7 +55,7 @@ TABLES = FieldTables(
 
 def verdict(**changes: Any) -> SettingsVerdict:
     settings = dataclasses.asdict(dataclasses.replace(Settings("m"), **changes))
-    return judge(TABLES, settings, defaults_of(Settings))
+    return judge_fields(TABLES, settings, default_values(Settings))
 
 
 def test_judge_defaults_give_empty_verdict() -> None:
@@ -87,7 +87,7 @@ def test_judge_unknown_field_is_refused_once_set() -> None:
     assert verdict(invented=False).refusals == {}
     assert "unknown to this release" in verdict(invented=True).refusals["Settings.invented"]
     # Nobody can say what its default is.
-    assert "Settings.newer" in judge(TABLES, {"newer": None}, {}).refusals
+    assert "Settings.newer" in judge_fields(TABLES, {"newer": None}, {}).refusals
 
 
 @pytest.mark.parametrize("value", [len, {1: 2}, float("nan"), object(), b"bytes"])
@@ -103,9 +103,9 @@ def test_judge_true_for_default_one_is_override() -> None:
 
 def test_misplaced_added_dropped_and_duplicate_fields_are_named() -> None:
     fields = [one.name for one in dataclasses.fields(Settings)]
-    assert misplaced(TABLES, fields) == {"invented": "not in any table"}
+    assert find_misplaced(TABLES, fields) == {"invented": "not in any table"}
     twice = dataclasses.replace(TABLES, refused={**TABLES.refused, "port": "", "invented": "", "gone": ""})
-    assert misplaced(twice, fields) == {
+    assert find_misplaced(twice, fields) == {
         "port": "in more than one table",
         "gone": "Settings has no such field",
     }
@@ -119,7 +119,7 @@ def test_defaults_of_pydantic_dataclass_skips_required_fields() -> None:
         made: dict[str, int] = Field(default_factory=dict)
         later: int = Field(init=False)
 
-    assert defaults_of(Theirs) == {"bounded": 3, "made": {}}
+    assert default_values(Theirs) == {"bounded": 3, "made": {}}
 
 
 def test_settings_verdict_union_keeps_both_sides() -> None:
@@ -129,4 +129,4 @@ def test_settings_verdict_union_keeps_both_sides() -> None:
 
 
 def test_plain_set_is_sorted() -> None:
-    assert plain({"b", "a"}) == ["a", "b"]
+    assert to_json_value({"b", "a"}) == ["a", "b"]

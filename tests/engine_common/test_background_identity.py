@@ -30,14 +30,14 @@ def reason(identity: BackgroundIdentity[bytes]) -> str:
 def test_background_identity_found_is_returned() -> None:
     identity = made(lambda: b"model")
     assert identity.wait(60)
-    assert (identity.get(), identity.found, identity.failure) == (b"model", b"model", "")
+    assert (identity.get(), identity.value, identity.failure) == (b"model", b"model", "")
 
 
 def test_background_identity_while_reading_raises_identifying() -> None:
     go = threading.Event()
     identity = made(lambda: b"model" if go.wait(10) else b"")
     assert not identity.wait(0)
-    assert (reason(identity), identity.found, identity.failure) == ("identifying", None, "")
+    assert (reason(identity), identity.value, identity.failure) == ("identifying", None, "")
     go.set()
     assert identity.wait(60)
     assert identity.get() == b"model"
@@ -67,12 +67,12 @@ def test_background_identity_unexpected_error_is_identity_error() -> None:
 def test_first_wait_of_all_callers_is_bounded_together(
     monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 0.2)
+    monkeypatch.setattr(weights_guard, "INITIAL_WAIT_S", 0.2)
     go = threading.Event()
     identity = made(lambda: b"model" if go.wait(60) else b"")
     began = time.monotonic()
     with within(8, "fifty waits take 10 s"):
-        assert not any(identity.first_wait() for _ in range(50))
+        assert not any(identity.wait_initially() for _ in range(50))
     assert time.monotonic() - began >= 0.2
     go.set()
     assert identity.wait(60)
@@ -81,8 +81,8 @@ def test_first_wait_of_all_callers_is_bounded_together(
 def test_first_wait_after_reading_ended_is_zero() -> None:
     identity = made(lambda: b"model")
     assert identity.wait(60)
-    assert identity.first_wait_s() == 0
-    assert identity.first_wait()
+    assert identity.initial_wait_s() == 0
+    assert identity.wait_initially()
 
 
 def test_current_identity_of_each_epoch_is_read_anew() -> None:
@@ -91,7 +91,7 @@ def test_current_identity_of_each_epoch_is_read_anew() -> None:
     state = engine_state.current()
 
     def found() -> tuple[int, int]:
-        assert identity.now()[1].wait(60)
+        assert identity.current()[1].wait(60)
         return identity.get()
 
     assert found() == found() == (0, 1)
@@ -110,11 +110,11 @@ def test_current_identity_that_outlasts_its_epoch_is_none() -> None:
     state = engine_state.current()
     state.end_update(state.begin_update(), "/new", 1)
     identity = CurrentIdentity(lambda: go.wait(10), "KV", LOG.warning)
-    _, slow = identity.now()
+    _, slow = identity.current()
     odd = state.begin_update()
     go.set()
     assert slow.wait(60)
-    assert (slow.found, slow.failure) == (None, "weights_updated")
+    assert (slow.value, slow.failure) == (None, "weights_updated")
     state.end_update(odd, "/newer", 1)
-    assert identity.now()[1].wait(60)
+    assert identity.current()[1].wait(60)
     assert identity.get() == (4, True)

@@ -35,7 +35,7 @@ def asked(policy: EncoderRequestPolicy, now: float = 0.0, **other: Any) -> bytes
     """The identity to ask for, or the reason why not."""
     facts: dict[str, Any] = {"tower": TOWER, "identified": True, "refusal": None, **other}
     try:
-        return policy.identity_to_ask(facts.pop("tower"), now=now, **facts)
+        return policy.identity_for_request(facts.pop("tower"), now=now, **facts)
     except EncoderError as e:
         return e.reason
 
@@ -58,7 +58,7 @@ def test_encoder_request_policy_asks_only_service_that_can_answer(
 
 def test_encoder_request_policy_failure_of_service_starts_backoff() -> None:
     policy = EncoderRequestPolicy()
-    assert policy.failed(EncoderRefused("full", reason="overloaded"), 10.0) == "overloaded"
+    assert policy.record_failure(EncoderRefused("full", reason="overloaded"), 10.0) == "overloaded"
     assert asked(policy, 10.4) == "encoder_backoff"
     assert asked(policy, 10.4, refusal=DOWN) == "encoder_down", "what is known of now comes first"
     assert asked(policy, 10.6) == SERVED
@@ -66,7 +66,7 @@ def test_encoder_request_policy_failure_of_service_starts_backoff() -> None:
 
 def test_encoder_request_policy_late_reply_starts_backoff() -> None:
     policy = EncoderRequestPolicy()
-    assert policy.late(10.0) == "encoder_timeout"
+    assert policy.record_timeout(10.0) == "encoder_timeout"
     assert asked(policy, 10.4) == "encoder_backoff"
 
 
@@ -78,29 +78,29 @@ def test_encoder_request_policy_late_reply_starts_backoff() -> None:
 )  # fmt: skip
 def test_encoder_request_policy_other_failure_starts_no_backoff(error: CornplugError) -> None:
     policy = EncoderRequestPolicy()
-    assert policy.failed(error, 10.0) == error.reason
+    assert policy.record_failure(error, 10.0) == error.reason
     assert asked(policy, 10.0) == SERVED
 
 
 @pytest.mark.parametrize("tensor", [None, WireTensor("float32", (4, 6), bytes(96))], ids=["stored", "inline"])
 def test_encoder_request_policy_valid_reply_names_source_and_ends_backoff(tensor: WireTensor | None) -> None:
     policy = EncoderRequestPolicy()
-    policy.late(10.0)
-    assert policy.replied(reply(tensor=tensor), EXPECTED) == "service_coalesced"
+    policy.record_timeout(10.0)
+    assert policy.check_reply(reply(tensor=tensor), EXPECTED) == "service_coalesced"
     assert asked(policy, 10.1) == SERVED
 
 
 def test_encoder_request_policy_reply_for_other_key_is_services_failure() -> None:
     policy = EncoderRequestPolicy()
     with pytest.raises(EncoderUnavailable) as raised:
-        policy.replied(reply(key=b"o" * 32), EXPECTED)
-    assert policy.failed(raised.value, 10.0) == "encoder_bad_response"
+        policy.check_reply(reply(key=b"o" * 32), EXPECTED)
+    assert policy.record_failure(raised.value, 10.0) == "encoder_bad_response"
     assert asked(policy, 10.1) == "encoder_backoff"
 
 
 def test_encoder_request_policy_inline_reply_of_wrong_shape_is_refused() -> None:
     with pytest.raises(CodecError) as raised:
-        EncoderRequestPolicy().replied(reply(tensor=WireTensor("float32", (4, 5), bytes(80))), EXPECTED)
+        EncoderRequestPolicy().check_reply(reply(tensor=WireTensor("float32", (4, 5), bytes(80))), EXPECTED)
     assert raised.value.reason == "wrong_shape"
 
 

@@ -19,9 +19,9 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
     store, outcomes = MemoryStore(capacity_bytes=1 << 20), list[str]()
     here: Any = SimpleNamespace(app="test", background_timeout_s=1.0, store=store.connect())
     offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
-    offers.offer(b"k" * 32, torch.zeros(2, 8), cost_s=0.25)
-    offers.offer(b"l" * 32, torch.zeros(2, 8), cost_s=1e9)
-    offers.offer(b"m" * 32, torch.zeros(2, 8))
+    offers.enqueue(b"k" * 32, torch.zeros(2, 8), cost_s=0.25)
+    offers.enqueue(b"l" * 32, torch.zeros(2, 8), cost_s=1e9)
+    offers.enqueue(b"m" * 32, torch.zeros(2, 8))
     offers.flush(60)
     offers.close()
     assert outcomes == ["stored"] * 3
@@ -32,17 +32,17 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
 def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(embeddings, "_MAX_WAITING", 1)
+    monkeypatch.setattr(embeddings, "_MAX_QUEUED", 1)
     store, outcomes = MemoryStore(capacity_bytes=1 << 20), list[str]()
     here: Any = SimpleNamespace(app="test", background_timeout_s=1.0, store=store.connect())
     offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
     for key in (b"k", b"l", b"m"):
-        offers.offer(key * 32, torch.zeros(2, 8), patience_s=20)
+        offers.enqueue(key * 32, torch.zeros(2, 8), wait_s=20)
     offers.flush(20)
     assert outcomes == ["stored"] * 3
     go = threading.Event()
     monkeypatch.setattr(embeddings, "put_payload", lambda *_, **__: go.wait(20) and "stored")
-    offers.offer(b"n" * 32, torch.zeros(2, 8))
+    offers.enqueue(b"n" * 32, torch.zeros(2, 8))
     offers.flush(0.01)
     assert len(outcomes) == 3, "it waited longer than its timeout"
     go.set()
@@ -51,7 +51,7 @@ def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
 
 def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
-    monkeypatch.setattr(embeddings, "_MAX_WAITING_BYTES", 10_000)
+    monkeypatch.setattr(embeddings, "_MAX_QUEUED_BYTES", 10_000)
     go, outcomes = threading.Event(), list[str]()
 
     def put(*args: Any, **kwargs: Any) -> str:
@@ -66,11 +66,11 @@ def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.Monke
     here: Any = Here()
     offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
     for rows in (1_000, 10, 10):  # the first is larger than all that may wait, and alone
-        offers.offer(b"k" * 32, torch.zeros(rows, 8))
+        offers.enqueue(b"k" * 32, torch.zeros(rows, 8))
     assert outcomes == ["busy", "busy"]
     go.set()
     offers.flush(60)
-    offers.offer(b"k" * 32, torch.zeros(100, 8))
+    offers.enqueue(b"k" * 32, torch.zeros(100, 8))
     offers.flush(60)
     offers.close()
     assert outcomes == ["busy", "busy", "stored", "stored"]

@@ -21,11 +21,11 @@ from devkit import checkpoints
 CHILD = """
 import sys
 from cornplug.engine_common import engine_state
-print(engine_state.current().began_ns(), flush=True)
+print(engine_state.current().start_ns(), flush=True)
 for line in sys.stdin:
     if line.strip() == "replace":
-        engine_state.current().note_replaced()
-    print(int(engine_state.current().replaced()), flush=True)
+        engine_state.current().mark_weights_unknown()
+    print(int(engine_state.current().has_replaced_weights()), flush=True)
 """
 
 
@@ -58,14 +58,14 @@ class Child:
 
 def test_engine_state_replaced_in_one_process_shows_in_all() -> None:
     """As API servers 1 and 2: the one that takes the update tells the other, and the core."""
-    engine_state.begin()
+    engine_state.record_engine_start()
     one, two = Child(), Child()
     try:
-        assert one.began_ns == two.began_ns == engine_state.current().began_ns()
-        assert [one.tell(""), two.tell(""), engine_state.current().replaced()] == [False] * 3
+        assert one.began_ns == two.began_ns == engine_state.current().start_ns()
+        assert [one.tell(""), two.tell(""), engine_state.current().has_replaced_weights()] == [False] * 3
         assert one.tell("replace")
         assert two.tell("")
-        assert engine_state.current().replaced()
+        assert engine_state.current().has_replaced_weights()
     finally:
         one.close()
         two.close()
@@ -135,18 +135,18 @@ def test_engine_model_hub_cache_filled_at_start_is_accepted(tmp_path: Path) -> N
 
 def test_engine_state_begin_in_child_keeps_start_time() -> None:
     """vLLM resolves the configuration in each API server once more."""
-    engine_state.begin()
-    began_ns = engine_state.current().began_ns()
+    engine_state.record_engine_start()
+    began_ns = engine_state.current().start_ns()
     with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
-        engine_state.begin()
-    assert engine_state.current().began_ns() == began_ns
+        engine_state.record_engine_start()
+    assert engine_state.current().start_ns() == began_ns
 
 
 def test_engine_state_epoch_is_odd_while_weights_are_replaced() -> None:
-    engine_state.begin()
+    engine_state.record_engine_start()
     state, child = engine_state.current(), Child()
     try:
-        assert state.source() == (0, None, state.began_ns(), None)
+        assert state.source() == (0, None, state.start_ns(), None)
         odd = state.begin_update()
         assert (odd, state.begin_update(), state.source()) == (1, 1, None)
         assert child.tell("") is True
@@ -154,9 +154,13 @@ def test_engine_state_epoch_is_odd_while_weights_are_replaced() -> None:
         assert child.tell("") is False
         assert (state.epoch(), state.source()) == (2, (2, "/a folder/é", 7, None))
         child.tell("replace")
-        assert (state.replaced(), state.unknown(), state.source()) == (True, True, None)
+        assert (state.has_replaced_weights(), state.has_unknown_weights(), state.source()) == (
+            True,
+            True,
+            None,
+        )
         state.end_update(state.begin_update(), "/b", 8)
-        assert state.replaced(), "no checkpoint makes them known"
+        assert state.has_replaced_weights(), "no checkpoint makes them known"
     finally:
         child.close()
 
@@ -164,17 +168,17 @@ def test_engine_state_epoch_is_odd_while_weights_are_replaced() -> None:
 def test_engine_state_out_of_reach_has_no_source() -> None:
     state = engine_state.EngineState(None)
     state.end_update(state.begin_update(), "/new", 1)
-    assert (state.source(), state.unknown()) == (None, True)
+    assert (state.source(), state.has_unknown_weights()) == (None, True)
 
 
 def test_engine_state_second_core_after_update_ends_sharing() -> None:
-    engine_state.begin()
+    engine_state.record_engine_start()
     state = engine_state.current()
-    assert not state.one_core()
-    state.core_began()
-    assert state.one_core()
+    assert not state.has_one_core()
+    state.record_core_start()
+    assert state.has_one_core()
     state.end_update(state.begin_update(), "/new", 7)
-    state.core_began()
-    assert (state.one_core(), state.unknown()) == (False, True)
-    state.note_replaced(False)
-    assert not state.one_core()
+    state.record_core_start()
+    assert (state.has_one_core(), state.has_unknown_weights()) == (False, True)
+    state.mark_weights_unknown(False)
+    assert not state.has_one_core()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.engine_common.model_identity import engine_of_latents
+from cornplug.engine_common.model_identity import only_engine_of_latents
 
 ROPE: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0}
 COMPARED: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"], "rope_parameters": ROPE}
@@ -22,8 +22,8 @@ COMPARED: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"], "rope_pa
     ],
 )
 def test_engine_of_latents_that_a_test_compares_is_both(fields: dict[str, Any]) -> None:
-    assert engine_of_latents("vllm", COMPARED | fields) == ""
-    assert engine_of_latents("sglang", COMPARED | fields) == ""
+    assert only_engine_of_latents("vllm", COMPARED | fields) == ""
+    assert only_engine_of_latents("sglang", COMPARED | fields) == ""
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_engine_of_latents_that_a_test_compares_is_both(fields: dict[str, Any]) 
     ],
 )
 def test_engine_of_latents_of_another_model_is_one(fields: dict[str, Any]) -> None:
-    assert engine_of_latents("vllm", COMPARED | fields) == "vllm"
-    assert engine_of_latents("sglang", COMPARED | fields) == "sglang"
+    assert only_engine_of_latents("vllm", COMPARED | fields) == "vllm"
+    assert only_engine_of_latents("sglang", COMPARED | fields) == "sglang"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from page_root_vectors import adapter
 
-from cornplug.engine_common.lora_digests import LoraDigests, note
+from cornplug.engine_common.lora_digests import LoraDigests, record_files
 from cornplug.errors import CheckpointError
 
 
@@ -44,7 +44,7 @@ def test_lora_digests_second_weight_file_added_later_is_refused(tmp_path: Path) 
 def test_lora_digests_file_changed_after_note_is_refused(tmp_path: Path) -> None:
     """Also where the digest was first asked for after the change."""
     adapters, path = LoraDigests(), adapter(tmp_path / "a")
-    note(path)
+    record_files(path)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrained")
     assert refused(adapters, path) == "lora_changed"
 

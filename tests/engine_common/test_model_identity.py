@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import EngineModel, StartedModel
+from cornplug.engine_common.model_identity import EngineModel, InitialModel
 from cornplug.errors import CheckpointError
-from cornplug.identity import digest, of_trainer
+from cornplug.identity import digest, trainer_identity
 from devkit import checkpoints
 
 
@@ -34,12 +34,12 @@ def names(found: EngineModel) -> tuple[object, bytes]:
 
 def named(folder: Path, version: str, **settings: str) -> tuple[object, bytes]:
     """The names of an engine that began with a folder and was given a version."""
-    engine_state.begin(anew=True)
-    started = StartedModel()
-    started.now(lambda: model(folder, **settings))
+    engine_state.record_engine_start(fresh=True)
+    started = InitialModel()
+    started.current(lambda: model(folder, **settings))
     state = engine_state.current()
     state.end_named_update(state.begin_update(), version)
-    return names(started.now(lambda: model(folder, **settings)))
+    return names(started.current(lambda: model(folder, **settings)))
 
 
 @pytest.fixture
@@ -81,9 +81,9 @@ def test_started_model_of_checkpoint_with_one_part_in_common_has_other_names(
 
 def test_started_model_of_trainer_s_weights_asks_no_encoder_service(start: Path) -> None:
     assert model(start).tower_identity().served_identity is not None
-    engine_state.begin(anew=True)
-    started = StartedModel()
-    started.now(lambda: model(start))
+    engine_state.record_engine_start(fresh=True)
+    started = InitialModel()
+    started.current(lambda: model(start))
     tower = started.with_version("7").tower_identity()
     assert tower.served_identity is None
     assert tower.videos is None or tower.videos.served_identity is None
@@ -91,7 +91,7 @@ def test_started_model_of_trainer_s_weights_asks_no_encoder_service(start: Path)
 
 def test_started_model_that_no_one_described_has_no_version() -> None:
     with pytest.raises(CheckpointError) as caught:
-        StartedModel().with_version("7")
+        InitialModel().with_version("7")
     assert caught.value.reason == "weights_updated"
 
 
@@ -100,28 +100,28 @@ VERSIONS = st.text(min_size=1, max_size=40)
 
 @given(VERSIONS, VERSIONS, st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
 def test_of_trainer_is_equal_for_equal_parts_alone(one: str, two: str, identity: bytes, start: bytes) -> None:
-    assert (of_trainer(identity, start, one) == of_trainer(identity, start, two)) is (one == two)
-    assert of_trainer(identity, start, one) != identity
+    assert (trainer_identity(identity, start, one) == trainer_identity(identity, start, two)) is (one == two)
+    assert trainer_identity(identity, start, one) != identity
     if identity != start:
-        assert of_trainer(identity, start, one) != of_trainer(start, identity, one)
+        assert trainer_identity(identity, start, one) != trainer_identity(start, identity, one)
 
 
 def test_of_trainer_has_a_domain_of_its_own() -> None:
     expected = digest("cornplug-trainer-weights-v1", b"i" * 32, b"s" * 32, b"7")
-    assert of_trainer(b"i" * 32, b"s" * 32, "7") == expected
+    assert trainer_identity(b"i" * 32, b"s" * 32, "7") == expected
 
 
 @given(st.lists(st.tuples(st.booleans(), VERSIONS), max_size=8))
 def test_engine_state_source_is_the_last_update_s(updates: list[tuple[bool, str]]) -> None:
     """A folder and a version of one spelling are two things."""
-    engine_state.begin(anew=True)
+    engine_state.record_engine_start(fresh=True)
     state = engine_state.current()
     for is_version, name in updates:
         odd = state.begin_update()
         assert state.source() is None
         if is_version:
             state.end_named_update(odd, name)
-            assert state.source() == (odd + 1, None, state.began_ns(), name)
+            assert state.source() == (odd + 1, None, state.start_ns(), name)
         else:
             path = name.replace("\x00", "")
             state.end_update(odd, path, 5)
@@ -131,16 +131,16 @@ def test_engine_state_source_is_the_last_update_s(updates: list[tuple[bool, str]
 
 @pytest.mark.parametrize("version", [None, "", " ", "default", 7, "6", "v" * 1025])
 def test_unusable_version_says_why(version: object) -> None:
-    assert weights_guard.unusable_version(version, "6")
+    assert weights_guard.version_problem(version, "6")
 
 
 def test_unusable_version_is_empty_for_a_version_that_names_weights() -> None:
-    assert not weights_guard.unusable_version("7", "6")
-    assert not weights_guard.unusable_version("7", "default")
+    assert not weights_guard.version_problem("7", "6")
+    assert not weights_guard.version_problem("7", "default")
 
 
 def test_engine_state_version_too_long_is_refused() -> None:
     state = engine_state.current()
     with pytest.raises(ValueError, match="1025"):
         state.end_named_update(state.begin_update(), "v" * 1025)
-    assert state.replaced()
+    assert state.has_replaced_weights()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cornplug.codec import PayloadHeader, PayloadKind, checksum, encode_header
-from cornplug.engine_common.rank_pages import page_header, read_page_header, whole_pages
+from cornplug.engine_common.rank_pages import check_page_headers, page_header, read_page_header
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
-from cornplug.store.base import Lease, Leases, PayloadLocation, place
+from cornplug.store.base import Lease, Leases, PayloadLocation, encode_location
 
 PAGE = PageGeometry(page_tokens=64, heads=2, layers=3, dim=8, dtype="bfloat16")
 KEY = bytes(range(32))
@@ -29,7 +29,7 @@ def other(**change: Any) -> bytes:
 
 
 def leases_of(*leases: Lease) -> Leases:
-    places = b"".join(place(lease.location) for lease in leases)
+    places = b"".join(encode_location(lease.location) for lease in leases)
     keys, metas = [lease.key for lease in leases], [lease.meta for lease in leases]
     return Leases(bytes(16), keys, metas, places, [1] * len(leases))
 
@@ -55,8 +55,8 @@ def test_page_header_bytes_are_the_codecs() -> None:
 
 
 def test_whole_pages_of_a_prompt_are_all() -> None:
-    assert whole_pages(leases_of(), PAGE) == (0, None)
-    assert whole_pages(leases_of(*prompt(40)), PAGE) == (40, None)
+    assert check_page_headers(leases_of(), PAGE) == (0, None)
+    assert check_page_headers(leases_of(*prompt(40)), PAGE) == (40, None)
 
 
 @pytest.mark.parametrize("layer_runs", [1, 3])
@@ -67,7 +67,7 @@ def test_read_page_header_of_any_writers_stages(layer_runs: int) -> None:
     lease = leased(page_header(KEY, writer, sums))
     for reader in (PAGE, writer):
         assert read_page_header(lease, reader).checksums == tuple(sums.values())
-        assert whole_pages(leases_of(*prompt(3, writer), lease, *prompt(3)), reader) == (7, None)
+        assert check_page_headers(leases_of(*prompt(3, writer), lease, *prompt(3)), reader) == (7, None)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_read_page_header_of_another_header_raises_its_reason(lease: Lease, reas
         read_page_header(lease, PAGE)
     assert e.value.reason == reason
     for before, behind in ((0, 0), (0, 3), (5, 3)):
-        whole, error = whole_pages(leases_of(*prompt(before), lease, *prompt(behind)), PAGE)
+        whole, error = check_page_headers(leases_of(*prompt(before), lease, *prompt(behind)), PAGE)
         assert whole == before
         assert error is not None
         assert error.reason == reason
@@ -107,7 +107,7 @@ def test_whole_pages_end_at_any_flipped_bit(at_page: int) -> None:
     for at in range(len(lease.meta)):
         damaged = lease.meta[:at] + bytes([lease.meta[at] ^ 1]) + lease.meta[at + 1 :]
         pages[at_page] = leased(damaged, key=lease.key)
-        whole, error = whole_pages(leases_of(*pages), PAGE)
+        whole, error = check_page_headers(leases_of(*pages), PAGE)
         assert whole == at_page
         assert error is not None
 
@@ -115,7 +115,7 @@ def test_whole_pages_end_at_any_flipped_bit(at_page: int) -> None:
 def test_whole_pages_of_another_geometry_are_none() -> None:
     for change in ({"heads": 3, "layers": 2}, {"dtype": "float16"}, {"page_tokens": 32, "dim": 16}):
         page = dataclasses.replace(PAGE, **change)  # type: ignore[arg-type]
-        whole, error = whole_pages(leases_of(*prompt(3)), page)
+        whole, error = check_page_headers(leases_of(*prompt(3)), page)
         assert whole == 0
         assert error is not None
         assert error.reason == "wrong_shape"

@@ -31,7 +31,7 @@ class Stage:
     def __init__(self, part: WriterPart | None = None, store: MemoryStore | None = None) -> None:
         self.faulty = FaultyStore((store or MemoryStore(capacity_bytes=8 << 20)).connect())
         self.tally = Tally()
-        self.publisher = PagePublisher(Runtime(self.faulty), PAGE, self.tally, deadline_s=1, part=part)
+        self.publisher = PagePublisher(Runtime(self.faulty), PAGE, self.tally, deadline_s=1, writer_part=part)
 
     def reserved(self, keys: list[bytes]) -> list[Reservation]:
         answers = self.publisher.reserve(keys)
@@ -98,7 +98,7 @@ def test_page_publisher_give_up_counts_and_frees_room(down: bool) -> None:
     stage = Stage()
     reserved = stage.reserved(KEYS)
     stage.faulty.unavailable = down
-    stage.publisher.give_up(reserved, "write_failed")
+    stage.publisher.release_unwritten(reserved, "write_failed")
     assert stage.counts() == {"write_failed": 4}
     if not down:
         assert stage.faulty.stat(deadline_s=1).reservations == 0
@@ -107,7 +107,7 @@ def test_page_publisher_give_up_counts_and_frees_room(down: bool) -> None:
 def test_page_publisher_nothing_to_tell_asks_store_nothing() -> None:
     stage = Stage()
     stage.publisher.commit([])
-    stage.publisher.give_up([], "write_failed")
+    stage.publisher.release_unwritten([], "write_failed")
     assert (stage.counts(), stage.faulty.calls) == ({}, {})
 
 

@@ -80,7 +80,7 @@ def test_rank_pages_of_any_split_read_another_splits_page(
     client, lease = store.connect(), leased(store)
     for held in parts(*readers):
         mine = RankPages(staged(readers[1]), held, client)
-        into = mine.memory()
+        into = mine.allocate_shard()
         mine.read(lease, into)
         assert torch.equal(into, cut(kv, held))
 
@@ -100,7 +100,7 @@ def test_rank_pages_bytes_of_all_ranks_are_the_page(store: MemoryStore) -> None:
         ranks = [RankPages(page, held, client) for held in parts(*split)]
         assert sum(mine.size_bytes for mine in ranks) == PAGE.page_bytes
         assert sum(mine.segments for mine in ranks) == page.segments
-        assert all(mine.memory().nbytes == mine.size_bytes for mine in ranks)
+        assert all(mine.allocate_shard().nbytes == mine.size_bytes for mine in ranks)
 
 
 @pytest.mark.parametrize("writer_stages", [1, 2, 3, 6])
@@ -117,10 +117,10 @@ def test_rank_pages_read_damaged_segment_is_corrupt_for_each_rank_that_reads_it(
         mine = RankPages(staged(reader_stages), held, client)
         if 0 in held.heads and 5 // size in {layer // size for layer in held.layers}:
             with pytest.raises(CodecError) as raised:
-                mine.read(lease, mine.memory())
+                mine.read(lease, mine.allocate_shard())
             assert (raised.value.reason, raised.value.is_damage) == ("corrupt", True)
         else:
-            into = mine.memory()
+            into = mine.allocate_shard()
             mine.read(lease, into)
             assert torch.equal(into, cut(kv, held))
 
@@ -130,5 +130,5 @@ def test_rank_pages_read_page_of_other_geometry_is_wrong_shape(store: MemoryStor
     other = PageGeometry(page_tokens=16, heads=4, layers=6, dim=8, dtype="float16")
     mine = RankPages(other, next(parts(1, 1)), store.connect())
     with pytest.raises(CodecError) as raised:
-        mine.read(leased(store), mine.memory())
+        mine.read(leased(store), mine.allocate_shard())
     assert (raised.value.reason, raised.value.is_damage) == ("wrong_shape", True)

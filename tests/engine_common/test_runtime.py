@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from cornplug.config import Config
-from cornplug.engine_common.runtime import EngineRuntime, OffStore, log_store_size
+from cornplug.engine_common.runtime import EngineRuntime, NullStore, log_store_size
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
@@ -41,7 +41,7 @@ def test_store_size_below_own_cache_is_warned_with_setting(caplog: pytest.LogCap
 
 def test_store_size_of_absent_store_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "cornplug.test"):
-        log_store_size(Runtime(OffStore("no secret")), LLAMA_8B, 1, LOG)
+        log_store_size(Runtime(NullStore("no secret")), LLAMA_8B, 1, LOG)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "cannot compute the store" in record.getMessage()

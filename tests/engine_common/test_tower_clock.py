@@ -10,7 +10,7 @@ import pytest
 import torch
 from time_limits import TimeLimits
 
-from cornplug.engine_common.embeddings import TowerClock
+from cornplug.engine_common.embeddings import TowerTimer
 
 
 def test_tower_clock_measures_time_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,26 +31,26 @@ def test_tower_clock_measures_time_of_device(monkeypatch: pytest.MonkeyPatch) ->
         return made[-1]
 
     monkeypatch.setattr("torch.cuda.Event", event)
-    clock = TowerClock(torch.device("cuda", 0))
-    clock.begin()
-    clock.ran(3)
-    clock.ran(4)
-    assert clock.measured() == []
-    clock.begin()
-    assert clock.measured() == []
+    clock = TowerTimer(torch.device("cuda", 0))
+    clock.begin_step()
+    clock.record_rows(3)
+    clock.record_rows(4)
+    assert clock.take_measurements() == []
+    clock.begin_step()
+    assert clock.take_measurements() == []
     reached += [2]
-    assert clock.measured() == [(7, 0.02)]
-    assert clock.measured() == []
+    assert clock.take_measurements() == [(7, 0.02)]
+    assert clock.take_measurements() == []
 
 
 def test_tower_clock_step_without_tower_is_not_measured(within: TimeLimits) -> None:
-    clock = TowerClock(torch.device("cpu"))
-    clock.begin()
-    assert clock.measured() == []
-    clock.begin()
+    clock = TowerTimer(torch.device("cpu"))
+    clock.begin_step()
+    assert clock.take_measurements() == []
+    clock.begin_step()
     time.sleep(0.02)
-    clock.ran(5)
-    [(rows, seconds)] = clock.measured()
+    clock.record_rows(5)
+    [(rows, seconds)] = clock.take_measurements()
     assert rows == 5
     assert seconds >= 0.02
     within.check(seconds, 60)

@@ -20,11 +20,15 @@ import xxhash
 
 pytest.importorskip("triton")
 
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, CopyBatch
+from cornplug.vllm_connector.kv_copies.arena_copies import (
+    ArenaCopies,
+    CopyBatch,
+    DeviceChecksums,
+    fold_checksums,
+)
+from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
-from cornplug.vllm_connector.kv_copies.device_checksums import DeviceChecksums, folded
-from cornplug.vllm_connector.kv_copies.layout import derive
+from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 from .test_kv_copies import BLOCK, DIM, HEADS, LAYERS, ORDERS, PAGE, TABLE, caches, filled, page_of, write
@@ -75,24 +79,24 @@ class Arena:
             lambda address, n: int(runtime.cudaHostRegister(address, n, 0)) == 0,
             lambda address: runtime.cudaHostUnregister(address),
             lambda: torch.cuda.set_device(0),
-            least_bytes=mmap.PAGESIZE,
+            min_bytes=mmap.PAGESIZE,
             # Runs meet inside pages.
-            most_bytes=5 * (PAGE_BYTES // 2) // mmap.PAGESIZE * mmap.PAGESIZE,
+            max_bytes=5 * (PAGE_BYTES // 2) // mmap.PAGESIZE * mmap.PAGESIZE,
         )
         self.idle = lambda: True
-        self.memory.join(self.idle)
-        self.memory.reaches(bytes(16), size)
+        self.memory.add_user(self.idle)
+        self.memory.can_access(bytes(16), size)
         self.memory._thread.submit(lambda: None).result(60)
-        assert self.memory.reaches(bytes(16), size), "the driver registers no shared memory here"
+        assert self.memory.can_access(bytes(16), size), "the driver registers no shared memory here"
 
-    def mapped(self, arena_id: bytes) -> memoryview:
+    def arena_memory(self, arena_id: bytes) -> memoryview:
         return memoryview(self._map)
 
     def runs(self, pages: list[int], page_bytes: int = PAGE_BYTES) -> list[tuple[int, int, int]]:
         found = []
         for i, page in enumerate(pages):
             place = i * page_bytes
-            for address, size in self.memory.runs(bytes(16), page * page_bytes, page_bytes):
+            for address, size in self.memory.byte_ranges(bytes(16), page * page_bytes, page_bytes):
                 found.append((place, address, size))
                 place += size
         return found
@@ -107,14 +111,14 @@ def arena() -> Iterator[Arena]:
     one = Arena(16 * PAGE_BYTES)
     yield one
     torch.cuda.synchronize()
-    one.memory.leave(one.idle)
+    one.memory.remove_user(one.idle)
 
 
 def copies(of: list[Any], *, urgent: bool = False) -> ArenaCopies:
-    layouts = [derive(cache, HEADS, BLOCK, DIM, write) for cache in of]
+    layouts = [derive_layout(cache, HEADS, BLOCK, DIM, write) for cache in of]
     blocks = CacheBlocks(of, layouts, (HEADS, LAYERS, 2, PAGE, DIM))
     device = blocks.device
-    return ArenaCopies(blocks, CudaSide(device, urgent=urgent), DeviceChecksums(device), copy_batch())
+    return ArenaCopies(blocks, CudaBackend(device, urgent=urgent), DeviceChecksums(device), copy_batch())
 
 
 def digests(page: Any) -> list[int]:
@@ -127,12 +131,12 @@ def test_device_checksums_on_gpu_equal_xxhash(segment_bytes: int) -> None:
     data[:64] = -1
     words = DeviceChecksums(data.device).begin(data, segment_bytes)
     rows = data.cpu().numpy().reshape(16, -1)
-    assert folded(words.cpu(), segment_bytes) == [xxhash.xxh3_64_intdigest(row) for row in rows]
+    assert fold_checksums(words.cpu(), segment_bytes) == [xxhash.xxh3_64_intdigest(row) for row in rows]
 
 
 def test_arena_copies_on_gpu_work() -> None:
     """What an engine asks at its start."""
-    assert copies(caches(ORDERS["LBNHC"])).works(SEGMENT)
+    assert copies(caches(ORDERS["LBNHC"])).self_test(SEGMENT)
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
@@ -141,8 +145,8 @@ def test_arena_pages_come_and_go_on_gpu(arena: Arena, order: tuple[int, ...]) ->
     values = filled(source)
     out, into = copies(source), copies(target, urgent=True)
     table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
-    slab = out.begin_out(
-        [(table, page) for page in (0, 1, 3)], arena.runs([5, 2, 9]), SEGMENT, out.side.mark()
+    slab = out.begin_copy_out(
+        [(table, page) for page in (0, 1, 3)], arena.runs([5, 2, 9]), SEGMENT, out.backend.mark()
     )
     slab.wait()
     for page, at in ((0, 5), (1, 2), (3, 9)):
@@ -150,7 +154,7 @@ def test_arena_pages_come_and_go_on_gpu(arena: Arena, order: tuple[int, ...]) ->
     assert slab.checksums() == [sum_ for page in (0, 1, 3) for sum_ in digests(page_of(values, page))]
     arena.page(4).copy_(page_of(values, 2))
     tokens = PAGE + 5, 3 * PAGE - 7
-    slab = into.begin_in(table, range(1, 3), arena.runs([2, 4]), SEGMENT, tokens, into.side.mark())
+    slab = into.begin_copy_in(table, range(1, 3), arena.runs([2, 4]), SEGMENT, tokens, into.backend.mark())
     slab.wait()
     assert slab.checksums() == digests(page_of(values, 1)) + digests(page_of(values, 2))
     expected = caches(order)
@@ -176,13 +180,13 @@ def test_arena_copies_beside_busy_stream_are_complete(arena: Arena) -> None:
         for page in range(4):
             busy = (busy @ busy).tanh_()
             at = (page + first) % 4
-            slabs.append(out.begin_out([(table, at)], arena.runs([page]), SEGMENT, out.side.mark()))
+            slabs.append(out.begin_copy_out([(table, at)], arena.runs([page]), SEGMENT, out.backend.mark()))
         for page, slab in enumerate(slabs):
             at = (page + first) % 4
             slab.wait()
             assert slab.checksums() == expected[at]
             assert torch.equal(arena.page(page), page_of(values, at))
-            out.put_back(slab)
+            out.release_slab(slab)
 
 
 def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
@@ -191,9 +195,9 @@ def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
     whole = torch.zeros(layers, blocks, BLOCK, heads, 2 * dim, dtype=torch.bfloat16, device="cuda")
     of = list(whole.permute(0, 1, 3, 2, 4))
     places = CacheBlocks(
-        of, [derive(of[0], heads, BLOCK, dim, write)] * layers, (heads, layers, 2, PAGE, dim)
+        of, [derive_layout(of[0], heads, BLOCK, dim, write)] * layers, (heads, layers, 2, PAGE, dim)
     )
-    out = ArenaCopies(places, CudaSide(places.device), DeviceChecksums(places.device), copy_batch())
+    out = ArenaCopies(places, CudaBackend(places.device), DeviceChecksums(places.device), copy_batch())
     store, segment = Arena(pages * out.page_bytes), out.page_bytes // heads
     table = np.random.default_rng(1).permutation(blocks)
     step = out.slab_pages
@@ -216,16 +220,16 @@ def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
 
     def move() -> None:
         slabs = [
-            out.begin_out(
+            out.begin_copy_out(
                 [(table, at + i) for i in range(step)],
                 store.runs(list(range(at, at + step)), out.page_bytes),
                 segment,
-                out.side.mark(),
+                out.backend.mark(),
             )
             for at in range(0, pages, step)
         ]
         for slab in slabs:
-            out.put_back(slab)
+            out.release_slab(slab)
 
     def cross() -> None:
         for _ in range(0, pages, step):
@@ -239,5 +243,5 @@ def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
         record_property(f"{name}, GB/s", round(rate / 1e9, 2))
         print(f"{name} {rate / 1e9:.1f} GB/s")
     torch.cuda.synchronize()
-    store.memory.leave(store.idle)
+    store.memory.remove_user(store.idle)
     assert ours < 3 * bus

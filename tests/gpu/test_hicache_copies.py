@@ -17,8 +17,8 @@ pytest.importorskip("sgl_kernel.kvcacheio")
 
 from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.sglang_hooks.kv_pages.layout import host_pages, verify
-from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
+from cornplug.sglang_hooks.kv_pages.layout import host_pages, verify_layout
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PageSlice, copy_thread_count
 from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.memory import MemoryStore
 
@@ -111,17 +111,17 @@ def test_hicache_pages_on_gpu_come_and_go_through_store(layout: str, io_backend:
     device = device_pool()
     cache = HiCacheHalves(device, layout, io_backend)
     pages = host_pages(cache.mem_pool_host)
-    verify(pages, cache)
+    verify_layout(pages, cache)
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     held = RankSlice(heads=range(HEADS), layers=range(LAYERS), writes=True)
-    threads = copy_threads("cuda", 1)
+    threads = copy_thread_count("cuda", 1)
     copies = PageCopies(RankPages(GEOMETRY, held, store), pages, threads=threads)
     sources, targets = [5, 1, 3], [2, 6, 4]
     expected = [page_on(device, page) for page in sources]
 
     slots = cache.mem_pool_host.alloc(len(sources) * PAGE)
     cache.back_up(slots, tokens_of(sources))
-    parts = [[PagePart(slice(0, PAGE), copies.at(int(slot)))] for slot in slots[::PAGE]]
+    parts = [[PageSlice(slice(0, PAGE), copies.host_page(int(slot)))] for slot in slots[::PAGE]]
     entries = [(bytes([i]) * 32, GEOMETRY.page_bytes) for i in sources]
     rooms = [r for r in store.reserve(entries, ReserveTerms("t"), deadline_s=1) if isinstance(r, Reservation)]
     sums = copies.write([(p, r.location) for p, r in zip(parts, rooms, strict=True)], lambda: False)

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
-from cornplug.vllm_connector.kv_copies.layout import derive
+from cornplug.vllm_connector.kv_copies.layout import derive_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -57,13 +56,13 @@ def filled(of: list[Any]) -> Any:
 
 
 def copies(of: list[Any]) -> BlockCopies:
-    layouts = [derive(cache, HEADS, BLOCK, DIM, write) for cache in of]
+    layouts = [derive_layout(cache, HEADS, BLOCK, DIM, write) for cache in of]
     return BlockCopies(of, layouts, (HEADS, LAYERS, 2, PAGE, DIM))
 
 
 def arrived(out: BlockCopies, table: Any, pages: list[int]) -> Any:
     """Host memory with these pages, once they are there."""
-    return out.begin_out([(table, page) for page in pages], out.side.mark()).arrived()
+    return out.begin_copy_out([(table, page) for page in pages], out.backend.mark()).wait_host()
 
 
 def page_of(values: Any, page: int) -> Any:
@@ -76,16 +75,16 @@ def test_pages_come_and_go(order: tuple[int, ...], dtype: torch.dtype) -> None:
     source, target = caches(order, dtype), caches(order, dtype)
     values = filled(source)
     out, into = copies(source), copies(target)
-    assert isinstance(out.side, CudaSide)
-    assert out.slab(1).host.is_pinned()
+    assert isinstance(out.backend, CudaBackend)
+    assert out.next_slab(1).host.is_pinned()
     table = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK))
     host = arrived(out, table, [0, 1, 3])
     for row, page in enumerate((0, 1, 3)):
         assert torch.equal(host[row], page_of(values, page))
-    slab = into.slab(2)
+    slab = into.next_slab(2)
     slab.host.copy_(arrived(out, table, [1, 2]))
-    into.begin_in(slab, table, 1, 2, (PAGE + 5, 3 * PAGE - 7), into.side.mark())
-    into.settle()
+    into.begin_copy_in(slab, table, 1, 2, (PAGE + 5, 3 * PAGE - 7), into.backend.mark())
+    into.wait()
     expected = caches(order, dtype)
     slots = torch.tensor(TABLE, device="cuda").repeat_interleave(BLOCK) * BLOCK
     slots = (slots + torch.arange(len(slots), device="cuda") % BLOCK)[PAGE + 5 : 3 * PAGE - 7]
@@ -113,15 +112,15 @@ def test_block_copies_beside_busy_stream_are_complete() -> None:
     of = caches(ORDERS["LBNHC"])
     values = filled(of)
     out = copies(of)
-    table, mark = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK)), out.side.mark()
+    table, mark = kernel_table(TABLE, BlockSizes(BLOCK, BLOCK)), out.backend.mark()
     wrong: list[int] = []
     done = threading.Event()
 
     def move() -> None:
-        out.side.enter_thread()
+        out.backend.enter_thread()
         for i in range(2000):
             page = i % 4
-            host = out.begin_out([(table, page)], mark).arrived()
+            host = out.begin_copy_out([(table, page)], mark).wait_host()
             if not torch.equal(host[0], page_of(values, page)):
                 wrong.append(i)
             host.fill_(-9)
@@ -142,11 +141,11 @@ def test_copies_cross_at_a_good_part_of_the_bus(record_property: Any) -> None:
     layers, heads, dim, blocks = 32, 8, 128, 512
     whole = torch.zeros(layers, blocks, BLOCK, heads, 2 * dim, dtype=torch.bfloat16, device="cuda")
     of = list(whole.permute(0, 1, 3, 2, 4))
-    layouts = [derive(of[0], heads, BLOCK, dim, write)] * layers
+    layouts = [derive_layout(of[0], heads, BLOCK, dim, write)] * layers
     out = BlockCopies(of, layouts, (heads, layers, 2, PAGE, dim))
     table = np.random.default_rng(1).permutation(blocks)
     slabs = [[(table, at + i) for i in range(out.slab_pages)] for at in range(0, 32, out.slab_pages)]
-    host = out.slab(out.slab_pages).host
+    host = out.next_slab(out.slab_pages).host
     plain = torch.empty_like(host, device="cuda")
 
     def seconds(work: Any) -> float:
@@ -165,8 +164,8 @@ def test_copies_cross_at_a_good_part_of_the_bus(record_property: Any) -> None:
 
     def move() -> None:
         for slab in slabs:
-            out.begin_out(slab, out.side.mark())
-        out.settle()
+            out.begin_copy_out(slab, out.backend.mark())
+        out.wait()
 
     def cross() -> None:
         for _ in slabs:

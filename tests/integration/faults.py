@@ -109,7 +109,7 @@ def store_hung(stack: Stack, subject: Subject) -> None:
             wait_until(lambda: late() > before, deadline_s=COUNTED_S, what="a counted late store")
             answered(seen, 10)
         finally:
-            stack.store.cont()
+            stack.store.resume()
         sharing_resumes(engine, "kv_page", "store")
     check(stack, seen, subject)
 

@@ -114,11 +114,11 @@ class Pod(ManagedProcess):
                 continue
             if int(fields[1]) == self.pid:
                 return int(stat.parent.name)
-        raise ProcessLookupError(f"{self.name} has ended; {self.log_end()}")
+        raise ProcessLookupError(f"{self.name} has ended; {self.log_excerpt()}")
 
     def terminate(self) -> None:
         """SIGTERM to the container's first process, as the kubelet sends it."""
-        if self.alive():
+        if self.is_alive():
             os.kill(self.first, signal.SIGTERM)
 
     def grace_s(self) -> float:
@@ -158,17 +158,17 @@ class Pod(ManagedProcess):
         began_s = time.monotonic()
 
         def started() -> bool:
-            self.check("before its startup probe passed")
+            self.check_alive("before its startup probe passed")
             return self.passes("startupProbe")
 
         try:
             wait_until(started, deadline_s=most_s, what=f"{self.name}'s startup probe")
         except TimeoutError as e:
-            raise TimeoutError(f"{e}; {self.log_end()}") from e
+            raise TimeoutError(f"{e}; {self.log_excerpt()}") from e
         for probe in ("readinessProbe", "livenessProbe"):
             tries = self.container[probe].get("failureThreshold", 3)
             passed = any(self.passes(probe) for _ in range(tries))
-            assert passed, f"{probe} after {time.monotonic() - began_s:.0f} s; {self.log_end()}"
+            assert passed, f"{probe} after {time.monotonic() - began_s:.0f} s; {self.log_excerpt()}"
 
     # -- its layout --
 

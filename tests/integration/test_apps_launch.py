@@ -108,7 +108,7 @@ def ask(run_dir: Path, model: Path, number: int) -> str:
 def test_apps_file_change_of_real_engines_under_load_fails_no_request(tmp_path: Path, run_dir: Path) -> None:
     model = checkpoints.qwen2_vl(tmp_path / "model")
     # Encoders listen 750 ports above engines.
-    port, files = free_port(room=1000), [tmp_path / "a.toml", tmp_path / "b.toml"]
+    port, files = free_port(extra_ports=1000), [tmp_path / "a.toml", tmp_path / "b.toml"]
     for file, seqs in zip(files, (4, 2), strict=True):
         file.write_text(apps_file(model, port, seqs=seqs).to_toml())
     cornplug = [sys.executable, "-m", "cornplug.cli", "launch", str(files[0]), "--run-dir", str(run_dir)]

@@ -102,7 +102,7 @@ class Chaos:
         assert self.stack.store is not None
         self.stack.store.freeze()
         self.pause(3)
-        self.stack.store.cont()
+        self.stack.store.resume()
 
     def store_slow(self) -> None:
         """It runs a third of the time."""
@@ -110,7 +110,7 @@ class Chaos:
         for _ in range(15):
             self.stack.store.freeze()
             time.sleep(0.1)
-            self.stack.store.cont()
+            self.stack.store.resume()
             time.sleep(0.05)
 
     def bytes_damaged(self) -> None:
@@ -148,7 +148,7 @@ class Chaos:
     def encoder_stopped(self) -> None:
         self.stack.encoder.freeze()
         self.pause(3)
-        self.stack.encoder.cont()
+        self.stack.encoder.resume()
 
     # -- the engines ------------------------------------------------------------------------------
 

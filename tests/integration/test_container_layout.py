@@ -58,7 +58,7 @@ ENGINE = """
 import json, sys
 from cornplug.commands.doctor import describe_encoder
 from cornplug.config import load
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.store.payload import get_payload
 config = load()
 models = describe_encoder(config)
@@ -110,7 +110,7 @@ class Cluster:
         spec, container = pod_of(self._objects, "store.yaml")
         (before,) = spec["initContainers"]
         first = self._pod(f"{name}-folder", spec, before)
-        assert first.wait_end(30) == 0, first.log_end()
+        assert first.wait_until_ended(30) == 0, first.log_excerpt()
         pod = self._pod(name, spec, container, **self._place)
         pod.await_ready()
         return pod
@@ -159,7 +159,7 @@ def cluster(tmp_path: Path, short_path: Path) -> Iterator[Cluster]:
         made = Cluster(short_path, network, ends)
         yield made
         ends.close()
-        assert not [pod.name for pod in made.pods if pod.alive() or pod.pids()]
+        assert not [pod.name for pod in made.pods if pod.is_alive() or pod.pids()]
 
 
 def seen(pod: Pod) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def test_container_layout_of_the_chart_shares_and_drains(cluster: Cluster) -> No
 
     # A store that ends, and its successor, for which the folder is made ready once more.
     began_s = time.monotonic()
-    assert store.stop(grace_s=store.grace_s()) == 0, store.log_end()
+    assert store.stop(grace_s=store.grace_s()) == 0, store.log_excerpt()
     assert time.monotonic() - began_s < store.grace_s()
     assert not store.passes("livenessProbe")
     store = cluster.store("next-store")
@@ -221,6 +221,6 @@ def test_container_layout_of_the_chart_shares_and_drains(cluster: Cluster) -> No
             lambda: not encoder.passes("readinessProbe"), deadline_s=10, what="an encoder that is not ready"
         )
         assert requests.statuses() == [200] * ITEMS
-        assert encoder.wait_end(encoder.grace_s()) == 0, encoder.log_end()
+        assert encoder.wait_until_ended(encoder.grace_s()) == 0, encoder.log_excerpt()
         assert time.monotonic() - began_s < encoder.grace_s()
     assert store.passes("livenessProbe")

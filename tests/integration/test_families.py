@@ -171,7 +171,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     try:
         computed = ask(server, COMPUTES + server.log.stem)
     finally:
-        encoder.cont()
+        encoder.resume()
     assert count(server, "misses_total", kind="embedding") == missed + len(IMAGES)
     same_answers(taken, computed)
     # Else the comparison would say nothing: the model looks at its images.

@@ -78,7 +78,7 @@ class Scene:
         try:
             return SHARED.put(server, salt="alone")
         finally:
-            self.encoder.cont()
+            self.encoder.resume()
 
 
 @pytest.fixture(

@@ -15,8 +15,8 @@ from planner.plans import Case, plan
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.host import free_port
-from cornplug.planner.launch import addresses
-from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.launcher import CommandSelection, local_commands, run_commands
 from devkit import checkpoints
 from devkit.engines import photos, wait_until
 
@@ -33,8 +33,8 @@ def embeddings_hit(url: str) -> float:
 
 def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hosts are this machine; each has its own folder, store and sockets, and a copy of the secret."""
-    monkeypatch.setattr(addresses, "ENGINE_PORT", free_port())
-    monkeypatch.setattr(addresses, "ENCODER_PORT", free_port())
+    monkeypatch.setattr(connections, "ENGINE_PORT", free_port())
+    monkeypatch.setattr(connections, "ENCODER_PORT", free_port())
     monkeypatch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
     monkeypatch.setenv("CORNPLUG_ENCODER_DEADLINE_S", "60")
     made = plan(Case("E+PD", gpu="cpu-core", hosts=2, model=str(checkpoints.qwen2_vl(tmp_path / "model"))))
@@ -55,7 +55,7 @@ def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: 
                 commands = local_commands(
                     made, CommandSelection(host), run_dir=run_dir, addresses=here, secret_file=secret
                 )
-                last = hosts.enter_context(running(made, commands, run_dir=run_dir, ready_s=300))
+                last = hosts.enter_context(run_commands(made, commands, run_dir=run_dir, ready_s=300))
             (engine,) = (p.command for p in last if p.command.kind == "engine")
             data = base64.b64encode(photos()[0].data).decode()
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.planner import profile_command
 from cornplug.planner.inputs import profile_tables, toml_reader
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.profiler import profile_command
 from devkit import checkpoints
 
 # three minutes of engines for tables whose reading has unit tests

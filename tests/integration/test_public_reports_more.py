@@ -37,7 +37,7 @@ from integration.test_public_reports import (
 )
 
 from cornplug.host import free_port
-from cornplug.processes import ManagedProcess, answers
+from cornplug.processes import ManagedProcess, responds_ok
 from devkit import checkpoints
 from devkit.engines import StoreProcess, VllmServer, data_url, vllm_command, wait_until
 from devkit.injected_code import injected_environment
@@ -296,7 +296,7 @@ def change(module):
     module.CpuSide.after = late
 """
 """Makes each copy of KV between an engine's blocks and the store begin 0.2 s late."""
-COPIES: Final = "cornplug.vllm_connector.kv_copies.copy_sides"
+COPIES: Final = "cornplug.vllm_connector.kv_copies.block_copies"
 
 
 def test_pages_saved_beside_preemptions_are_right(
@@ -405,7 +405,7 @@ def test_damaged_pages_of_groups_under_pressure_are_computed(
             found = at_once(*(partial(ask, ours, prompt) for prompt in prompts))
             for answer, known in zip(found, expected, strict=True):
                 assert not departs(answer, known, which.tie)
-        assert ours.ready()
+        assert ours.is_ready()
         assert loaded(ours) > 0
         assert count(ours, "misses_total", reason="corrupt") > 0
         wait_until(lambda: store.stat().leases == 0, deadline_s=90, what="no lease")
@@ -423,10 +423,10 @@ class Renderer(ManagedProcess):
         command = [vllm_command(), "launch", "render", str(model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--served-model-name", "model", "--dtype", "float32", "--max-model-len", "2048", *args]
         quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        super().__init__(command, log=log, env=environment(quiet), ready_s=600)
+        super().__init__(command, log=log, env=environment(quiet), ready_timeout_s=600)
 
-    def ready(self) -> bool:
-        return answers(f"{self.url}/health")
+    def is_ready(self) -> bool:
+        return responds_ok(f"{self.url}/health")
 
     def chat(self, images: Sequence[bytes]) -> dict[str, Any]:
         """The chat of `WORDS` with these images, as an engine takes it."""

@@ -50,7 +50,7 @@ def cluster(path_of_modules: str, tmp_path: Path, sockets: Path) -> Iterator[str
         env={**env, "PYTHONPATH": path_of_modules},
         name="ray start --head",
         health=lambda: "Ray runtime started" in (tmp_path / "ray.log").read_text(errors="replace"),
-        ready_s=120,
+        ready_timeout_s=120,
     )
     with head:
         yield f"127.0.0.1:{port}"

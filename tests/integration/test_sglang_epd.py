@@ -175,7 +175,7 @@ def test_sglang_epd_encoder_silent_costs_its_deadline(scene: Scene, server: Sgla
         for name in ("fault 7", "fault 8"):
             assert scene.ask(server, name).total_s < DEADLINE_S + MACHINE_NOISE_S
     finally:
-        scene.encoder.cont()
+        scene.encoder.resume()
     scene.ask(server, "fault 9")
 
 

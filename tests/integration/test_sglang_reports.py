@@ -182,10 +182,10 @@ def test_server_without_tower_answers_or_refuses_many_images(
                         lambda: connections(encoder.port) >= AT_ONCE, deadline_s=50, what="many requests"
                     )
                 finally:
-                    encoder.cont()
+                    encoder.resume()
                 found = [request.result() for request in requests]
         finally:
-            encoder.cont()
+            encoder.resume()
         failed = Counter(outcome for outcome, _ in found if isinstance(outcome, int))
         assert set(failed) == {503}, f"{failed}, of {MANY}"
         assert failed[503] < MANY

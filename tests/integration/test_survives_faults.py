@@ -137,7 +137,7 @@ def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer
             wait_for_more(engine, "misses_total", above=late, kind="embedding", reason="encoder_timeout")
             answered(seen, 10)
         finally:
-            stack.encoder.cont()
+            stack.encoder.resume()
         sharing_resumes(engine, "embedding", "service_computed")
     check(stack, seen, subject)
 

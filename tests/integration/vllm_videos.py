@@ -52,7 +52,7 @@ def compare(model: Any, path: str, config: VllmConfig) -> tuple[list[int], float
         (theirs,) = model.embed_multimodal(pixel_values_videos=raw, video_grid_thw=grid)
         normal = model.visual.input_norm.forward_native(raw, torch.float32)
     checkpoint = Checkpoint.open(path)
-    architecture = towers.architecture(checkpoint.family)
+    architecture = towers.find_architecture(checkpoint.family)
     tower = architecture.load_tower(checkpoint, torch.float32, CPU)
     projector = architecture.load_projector(checkpoint, torch.float32, CPU)
     item = tower.prepare({"pixel_values_videos": wire(normal), "video_grid_thw": wire(grid)})

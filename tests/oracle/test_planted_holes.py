@@ -51,7 +51,7 @@ def _forget_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineModel, "_overrides", lambda *_args: {})
+    monkeypatch.setattr(EngineModel, "_all_overrides", lambda *_args: {})
 
 
 def _forget_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def _forget_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_salts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.identity._salt", lambda _salt: b"")
+    monkeypatch.setattr("cornplug.identity._encode_salt", lambda _salt: b"")
 
 
 def _replace_family(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:

@@ -34,7 +34,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
     changed = {}
     if deployment.hf_overrides:
         running = _as_read(updated(deployment.config, deployment.hf_overrides))
-        changed = engine_config.changes(running, _as_read(deployment.config))
+        changed = engine_config.config_changes(running, _as_read(deployment.config))
     return EngineModel(
         checkpoint=Checkpoint.open(str(folder)),
         dtype=deployment.dtype,
@@ -63,11 +63,11 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
         "_lock": threading.Lock(),
     }
     vars(identifiers).update(made)
-    assert made["_tower"].now()[1].wait(60)
-    options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
+    assert made["_tower"].current()[1].wait(60)
+    options = identifiers.changed_options({**deployment.processor_kwargs, **deployment.options})
     name = identifiers.media_name(deployment.image, deployment.uuid, options)
     assert name is not None
-    found = key_of(identifiers.identifier(name, deployment.salt))
+    found = key_of(identifiers.make_identifier(name, deployment.salt))
     assert found is not None
     return found
 
@@ -87,4 +87,4 @@ def pages(
     tokens = [*deployment.tokens[:TEXT_BEFORE], *[0] * rows, *deployment.tokens[TEXT_BEFORE:]]
     where = PlaceholderRange(TEXT_BEFORE, rows)
     features = [SimpleNamespace(identifier=f"cp1-{medium.hex()}", mm_position=where)]
-    return tuple(PageKeys(secret, root, PAGE, features).upto(tokens, len(tokens)))
+    return tuple(PageKeys(secret, root, PAGE, features).keys_until(tokens, len(tokens)))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.plan import (
     CacheSize,
     EngineSettings,
     KVGeometry,
+    LatencyForecast,
     OptimalityProof,
     Plan,
     PlannedGroup,

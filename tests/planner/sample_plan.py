@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.latency_forecast import LatencyForecast, RequestTimes
 from cornplug.planner.plan import (
     BindingConstraint,
     CacheSize,
     CurvePoint,
+    LatencyForecast,
     OptimalityProof,
     Plan,
     PlanAlternative,
@@ -17,6 +17,7 @@ from cornplug.planner.plan import (
     PlannedNodes,
     PlanRoute,
     QosReservation,
+    RequestTimes,
     RouteStage,
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from cornplug.planner.simulator.simulator import Station, StationJob
+from cornplug.planner.perf_model.stations import Station, StationJob
 
 
 @dataclass

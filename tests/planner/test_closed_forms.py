@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.request_classes import SampledRequest
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model import simulator
 from cornplug.planner.perf_model.analytic_load import erlang_c
-from cornplug.planner.simulator import traffic
-from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import JobOutcomes, Station, StationJob, StationVisit
 
 from .closed_forms import ttft_single, wait_exceeds
 
@@ -33,7 +34,7 @@ def exponential(n: int, rng: np.random.Generator) -> NDArray[np.float64]:
 def queue(
     servers: int, rate: float, service_s: NDArray[np.float64], rng: np.random.Generator, **station: str
 ) -> JobOutcomes:
-    at = traffic.arrival_times(rate, 1.0, len(service_s), rng)
+    at = simulator.arrival_times(rate, 1.0, len(service_s), rng)
     jobs = [
         StationJob(t, 0, SampledRequest(1, 0, (), 1, units), HERE)
         for t, units in zip(at.tolist(), service_s.tolist(), strict=True)
@@ -101,7 +102,7 @@ ONE_AT_A_TIME = {
 def test_simulate_serial_replicas_of_every_kind_are_one_queue(tasks: str) -> None:
     """So that the closed forms speak of all of them."""
     station, draw = ONE_AT_A_TIME[tasks]
-    at = traffic.arrival_times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()
+    at = simulator.arrival_times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()
     got = simulate([station], [StationJob(t, 0, draw, HERE) for t in at]).e2e
     free, expected = 0.0, []
     for t in at:

@@ -13,9 +13,8 @@ from jsonschema import Draft202012Validator
 
 from cornplug import cli
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.json_schema import plan_schema
-from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.known_models import known_models
+from cornplug.planner.inputs.component_shapes import known_models
+from cornplug.planner.inputs.schema import PlanInput, plan_schema
 from cornplug.planner.plan import Plan
 
 from .inputs.test_component_shapes import GEMMA3_4B, LLAMA3_8B

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cornplug.planner.inputs import component_shapes, llm_shape
+from cornplug.planner.inputs.component_shapes import known_models
 from cornplug.planner.inputs.schema import InputTable
-from cornplug.planner.known_models import known_models
 
 from .inputs import test_component_shapes as configs
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner.inputs.json_schema import plan_schema
+from cornplug.planner import plan_command
+from cornplug.planner.inputs.schema import plan_schema
 from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import plan_folder, terminal
+from cornplug.planner.report import plan_folder
 
 from .sample_plan import plan
 
@@ -150,7 +151,7 @@ def test_plan_command_second_plan_replaces_the_first_alone(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("mine")
     first, _ = plan_folder.write(plan(), tmp_path)
     (tmp_path / "gone.txt").write_text("of the first plan")
-    record = tmp_path / plan_folder.WRITTEN
+    record = tmp_path / plan_folder.MANIFEST_FILE
     record.write_text(json.dumps([*json.loads(record.read_text()), "gone.txt"]))
     second, _ = plan_folder.write(plan(name="again"), tmp_path)
     assert not (tmp_path / "gone.txt").exists()
@@ -158,7 +159,7 @@ def test_plan_command_second_plan_replaces_the_first_alone(tmp_path: Path) -> No
     assert Plan.load(tmp_path / "plan.json").name == "again"
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in second} | {
         "notes.txt",
-        plan_folder.WRITTEN,
+        plan_folder.MANIFEST_FILE,
     }
     assert len(first) >= 2
 
@@ -182,7 +183,7 @@ def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
     ],
 )
 def test_progress_line_shows_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
-    assert terminal.solver_progress(at) == said
+    assert plan_command.solver_progress(at) == said
 
 
 def test_plan_command_schema_prints_json_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,13 +74,13 @@ def test_plan_and_its_reasons_on_a_slow_machine_are_same(monkeypatch: pytest.Mon
 def test_plan_of_spare_nodes_has_no_other_limit_in_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits, made = list[float](), solvers._Highs.__init__
+    limits, made = list[float](), solvers._WarmStartHighs.__init__
 
-    def noted(self: solvers._Highs, *, start: bool, **settings: Any) -> None:
+    def noted(self: solvers._WarmStartHighs, *, start: bool, **settings: Any) -> None:
         limits.append(settings["timeLimit"])
         made(self, start=start, **settings)
 
-    monkeypatch.setattr(solvers._Highs, "__init__", noted)
+    monkeypatch.setattr(solvers._WarmStartHighs, "__init__", noted)
     plan_input = toml_reader.read(Path(__file__).parent / "cases" / "b01_node_loss.toml")
     solver = plan_input.solver.model_copy(update={"time_limit_s": 1e6})
     plan_input = plan_input.model_copy(update={"solver": solver})

@@ -14,10 +14,11 @@ import pytest
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator import traffic
-from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model import simulator
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import JobOutcomes, Station, StationJob, StationVisit
 
 from .closed_forms import wait_percentile
 
@@ -27,7 +28,7 @@ MS = {
     "H100 prompt": (48.28, 51.18, 76.14, 132.2, 252.0, 649.6, 1411.6, 2521.9, 4996.5),
     "H100 token": (35.74, 36.15, 36.17, 36.33, 36.74, 37.53, 39.02, 45.84, 63.82),
 }
-CURVES = {name: PiecewiseCurve.through(TOKENS, [x / 1000 for x in ms]) for name, ms in MS.items()}
+CURVES = {name: PiecewiseCurve.from_points(TOKENS, [x / 1000 for x in ms]) for name, ms in MS.items()}
 H100 = EngineStepTimes(CURVES["H100 prompt"], CURVES["H100 token"], mixed_factor=1.1)
 A100_TOKEN_S = 0.04761
 KV_TOKENS = 89_235
@@ -45,8 +46,8 @@ SLOWDOWNS: Mapping[str, tuple[float, float, float]] = {
 def requests(seconds: float, seed: int, visits: tuple[StationVisit, ...]) -> list[StationJob]:
     """Poisson arrivals of requests of the trace."""
     rng = np.random.default_rng(seed)
-    at = traffic.arrivals_within(RATE, 1.0, seconds, rng)
-    rows = traffic.evenly(len(TRACE.at_s), len(at), rng)
+    at = simulator.arrivals_within(RATE, 1.0, seconds, rng)
+    rows = simulator.sample_evenly(len(TRACE.at_s), len(at), rng)
     return [
         StationJob(
             t, 0, SampledRequest(int(TRACE.prompt_tokens[i]), 0, (), int(TRACE.output_tokens[i]), 0.0), visits

@@ -20,7 +20,7 @@ def engine(stack: Stack) -> Iterator[EngineServer]:
     server = stack.vllm("towerless", "q", *CHUNKED, *CALM, *flags)
     for other in stack.servers.values():
         other.stop()
-    if not stack.encoder.alive():
+    if not stack.encoder.is_alive():
         stack.encoder.start()
     stack.start(towerless=server)
     yield server

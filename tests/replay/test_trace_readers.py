@@ -16,7 +16,7 @@ from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 
 COST = TokenCost(kv_bytes=10, prefill_s=1e-3, seconds_per_byte=0.5)
 MOONCAKE = Path(__file__).parents[2] / "benchmarks" / "traces"
@@ -62,11 +62,11 @@ def test_read_trace_log_of_store_gives_reads_and_writes(tmp_path: Path) -> None:
         watchers=EntryWatchers(log=log),
     )
     for name in "ab":
-        (room,) = index.reserve(1, [(key(name), 100)], ReserveTerms("chat", cost_s=0.25), now_s=1.0)
+        (room,) = index.reserve(1, [(key_of(name), 100)], ReserveTerms("chat", cost_s=0.25), now_s=1.0)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]
-    index.lease(1, [key("a"), key("absent"), key("b")], ttl_s=9.0, now_s=2.0)
+    index.lease(1, [key_of("a"), key_of("absent"), key_of("b")], ttl_s=9.0, now_s=2.0)
     log.close()
-    a, b = (TraceAccess(int.from_bytes(key(name)[:8]), 128, 0.25) for name in "ab")
+    a, b = (TraceAccess(int.from_bytes(key_of(name)[:8]), 128, 0.25) for name in "ab")
     assert read_trace(path, COST) == [
         TraceRequest(1.0, "chat", (a,), is_prefix=False),
         TraceRequest(1.0, "chat", (b,), is_prefix=False),
@@ -86,7 +86,7 @@ def test_access_log_ends_at_its_bound(tmp_path: Path) -> None:
         watchers=EntryWatchers(log=log),
     )
     for name in range(50):
-        (room,) = index.reserve(1, [(key(name), 64)], ReserveTerms("chat"), now_s=1.0)
+        (room,) = index.reserve(1, [(key_of(name), 64)], ReserveTerms("chat"), now_s=1.0)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]
     log.close()
     assert 0 < path.stat().st_size <= 200

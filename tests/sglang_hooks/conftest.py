@@ -32,13 +32,13 @@ os.environ.setdefault(
 
 @pytest.fixture(autouse=True)
 def original_weights() -> Iterator[None]:
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
     # Tests write their checkpoints while the "server" runs.
     with mock.patch.object(engine_state, "file_clock_ns", return_value=2**63):
-        engine_state.begin()
-    engine_state.current().note_costs(encode_row_s=0, fetch_pays=True)
+        engine_state.record_engine_start()
+    engine_state.current().publish_costs(encode_row_s=0, is_fetch_faster=True)
     yield
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
 
 
 @pytest.fixture(scope="session")

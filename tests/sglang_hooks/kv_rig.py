@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
@@ -38,7 +38,7 @@ from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
     ModelKV,
-    RankPlace,
+    RankPosition,
     host_pages,
     layers_of_stages,
     page_geometry,
@@ -48,7 +48,7 @@ from cornplug.sglang_hooks.kv_pages.layout import (
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter, writer_part
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 
@@ -166,11 +166,11 @@ class Another(FaultyStore):
 
 class RigRuntime(EngineRuntime):
     def __init__(self, store: Store, another: Store | None = None) -> None:
-        self.config = settings({"engine.app": "test", "engine.save": "always"})
+        self.config = load_settings({"engine.app": "test", "engine.save": "always"})
         self.app, self.secret, self.store = "test", SECRET, store
         self.another = another
 
-    def another_connection(self) -> Store:
+    def open_connection(self) -> Store:
         return self.another or Another(self.store)
 
 
@@ -299,7 +299,7 @@ class Engine:
         size, rank = self.tp
         per_rank = max(1, HEADS // size)
         stages, stage = self.pp
-        place = RankPlace(rank, size, stage, layers_of_stages(LAYERS, stages))
+        place = RankPosition(rank, size, stage, layers_of_stages(LAYERS, stages))
         self.layers = place.layers
         device = (
             latent_pool(self.page_size, layers=self.layers)
@@ -316,7 +316,7 @@ class Engine:
             page_tokens=self.page_tokens,
             quantised=quantised_format(self.dtype),
             attention="torch_native torch_native",
-            place=place,
+            position=place,
         )
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = self.faulty or FaultyStore(self.store)
@@ -327,7 +327,7 @@ class Engine:
         held = RankSlice(heads=self.heads, layers=self.layers, writes=writes)
         mine = RankPages(self.geometry, held, self.faulty)
         among = (1, 0) if self.latent else (size, rank)
-        part = part_of(self.geometry, *among, self.group, stages=stages, stage=stage)
+        part = writer_part(self.geometry, *among, self.group, stages=stages, stage=stage)
         pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
         context = PoolContext(
             self.run, self.index, self.tally, pace, lambda: self.stopping, only_seen=self.only_seen
@@ -363,7 +363,7 @@ class Engine:
     def load(self, tokens: Sequence[int], *, space: CacheNamespace = PLAIN) -> torch.Tensor:
         """As SGLang prefetches; the KV of this rank's heads that was found."""
         hashes = self.knows(tokens, space)
-        present = self.reader.present(hashes)
+        present = self.reader.count_present(hashes)
         slots = self.host.alloc(len(hashes) * self.page_size)[:: self.page_size].tolist()
         done = self.reader.load(hashes[:present], slots)
         found = [self.pages.page(slot).clone() for slot in slots[:done]]

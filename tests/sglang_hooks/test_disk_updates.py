@@ -19,7 +19,7 @@ from sglang.srt.managers import io_struct, mm_schedule
 from sglang.srt.server_args import ServerArgs
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import EngineModel, StartedModel
+from cornplug.engine_common.model_identity import EngineModel, InitialModel
 from cornplug.errors import CheckpointError
 from cornplug.identity import placeholder_tokens as values_of
 from cornplug.sglang_hooks import weight_epochs
@@ -66,7 +66,7 @@ class Rank:
         """As SGLang calls the hook; `then` runs once the folder is loaded."""
 
         def original(manager: Any, recv_req: Any) -> Any:
-            assert weights_guard.replaced(), "no process shares meanwhile"
+            assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
             self.load(Path(recv_req.model_path))
             then()
             return SimpleNamespace(success=True)
@@ -90,8 +90,8 @@ def rank(old: Path, monkeypatch: pytest.MonkeyPatch) -> Rank:
     """The first of its server's ranks, which has begun with the old weights."""
     rank = Rank(old)
     monkeypatch.setenv("CORNPLUG_SGLANG", "{}")
-    monkeypatch.setattr(model_config, "_started", StartedModel())
-    monkeypatch.setattr(model_config, "_described", lambda: described(old))
+    monkeypatch.setattr(model_config, "_started", InitialModel())
+    monkeypatch.setattr(model_config, "_describe_running", lambda: described(old))
     model = SimpleNamespace(hf_config=SimpleNamespace())
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**rank.settings))
@@ -115,7 +115,7 @@ def names() -> tuple[bytes, bytes]:
 def test_disk_update_names_the_new_weights_and_the_first_ones_again(old: Path, new: Path, rank: Rank) -> None:
     first = names()
     rank.update(new)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     assert weights_guard.epoch() == 2
     fresh = described(new)
     assert model_config.engine_model().kv_identity() == fresh.kv_identity()
@@ -139,8 +139,8 @@ def test_disk_update_of_a_process_second_engine_is_of_its_model(
 ) -> None:
     other = checkpoints.qwen2_vl(tmp_path / "other", max_pixels=28 * 28 * 16)
     rank.update(new)
-    monkeypatch.setattr(model_config, "_described", lambda: described(other))
-    engine_state.begin(anew=True)
+    monkeypatch.setattr(model_config, "_describe_running", lambda: described(other))
+    engine_state.record_engine_start(fresh=True)
     model_config.engine_model()
     rank.update(new)
     assert model_config.engine_model().checkpoint.preprocessors == described(other).checkpoint.preprocessors
@@ -151,7 +151,7 @@ def test_disk_update_forgets_media_and_embeddings(
 ) -> None:
     cleared: list[bool] = []
     monkeypatch.setattr(mm_schedule, "embedding_cache", SimpleNamespace(clear=lambda: cleared.append(True)))
-    placeholder_tokens.add(b"i" * 32)
+    placeholder_tokens.remember_identity(b"i" * 32)
     rank.update(new)
     assert cleared
     assert not any(map(placeholder_tokens.is_keyed, values_of(b"i" * 32)))
@@ -197,14 +197,14 @@ FIELDS: dict[str, dict[str, Any]] = {
 def test_disk_update_that_failed_in_part_ends_sharing(what: str, old: Path, new: Path, rank: Rank) -> None:
     BEFORE.get(what, lambda *_: None)(rank, new)
     rank.update(new, lambda: MEANWHILE.get(what, lambda *_: None)(rank, new), **FIELDS.get(what, {}))
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     with pytest.raises(CheckpointError) as caught:
         names()
     assert caught.value.reason == "weights_updated"
     # Tensors that the next folder lacks would stay.
     rank.group_says, rank.draft_worker = 1, None
     rank.update(old)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def test_disk_update_that_raised_votes_no(new: Path, rank: Rank) -> None:
@@ -213,17 +213,17 @@ def test_disk_update_that_raised_votes_no(new: Path, rank: Rank) -> None:
 
     with pytest.raises(RuntimeError, match="memory"):
         rank.update(new, broken)
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 def test_disk_update_after_update_by_wire_stays_off(new: Path, rank: Rank) -> None:
-    weights_guard.note_replaced("update_weights_from_tensor", weight_epochs.logger)
+    weights_guard.record_replacement("update_weights_from_tensor", weight_epochs.logger)
     rank.update(new)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def test_disk_update_on_its_way_pauses_sharing(new: Path, rank: Rank) -> None:
     tokenizer_update(None, io_struct.UpdateWeightFromDiskReqInput(model_path=str(new)))
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     rank.update(new)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()

@@ -353,7 +353,7 @@ def test_hicache_config_windows_are_shared_out_of_one_pool(
     record = given(str(folder), "--enable-cornplug")
     declare_resolution(record, "a model", disable_hybrid_swa_memory=in_one_pool)
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert resolving_view(record).enable_hierarchical_cache is in_one_pool
     assert ("a hybrid model" in str(warning.call_args)) is not in_one_pool
 
@@ -365,7 +365,7 @@ def test_hicache_config_fp8_kv_is_shared_but_for_latents(text: str, tmp_path: Pa
     with mock.patch.object(compat.logger, "warning") as warning:
         latents = str(checkpoints.deepseek_v2(tmp_path / "latents"))
         record = given(latents, *args)
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert not resolving_view(record).enable_hierarchical_cache
     assert f"--kv-cache-dtype {dtype} with MLA" in str(warning.call_args)
 
@@ -373,7 +373,7 @@ def test_hicache_config_fp8_kv_is_shared_but_for_latents(text: str, tmp_path: Pa
 def test_hicache_config_kv_of_four_bits_is_stock(text: str) -> None:
     record = given(text, "--enable-cornplug", "--kv-cache-dtype", "fp4_mx_block16")
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert not resolving_view(record).enable_hierarchical_cache
     assert "--kv-cache-dtype fp4_mx_block16: cornplug shares only" in str(warning.call_args)
 
@@ -413,9 +413,9 @@ def test_flags_of_ngram_server_that_shares_nothing_exclude_nothing(text: str) ->
 )
 def test_exclusions_of_a_draft_name_its_setting(text: str, field: str, value: object, why: str) -> None:
     settings = given(text, *STANDALONE)
-    assert exclusions.deployment(settings) == ""
+    assert exclusions.deployment_exclusion(settings) == ""
     setattr(settings, field, value)
-    assert exclusions.deployment(settings).startswith(why)
+    assert exclusions.deployment_exclusion(settings).startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_hicache_config_draft_beside_other_models_is_stock(
 ) -> None:
     record = given(str(make(tmp_path / "model")), "--enable-cornplug", *STANDALONE, *args)
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert not resolving_view(record).enable_hierarchical_cache
     assert why in str(warning.call_args)
 
@@ -460,7 +460,7 @@ def test_hicache_config_untested_beside_windows_of_their_own_is_stock(
 ) -> None:
     record = given(str(checkpoints.mellum(tmp_path / "model")), "--enable-cornplug", *args)
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert not resolving_view(record).enable_hierarchical_cache
     assert "with sliding windows in a separate pool" in str(warning.call_args)
 
@@ -492,8 +492,8 @@ def test_exclusions_of_other_windows_keep_kv_stock(
     }
     models = iter([SimpleNamespace(**windowed), SimpleNamespace(**windowed | unlike)])
     monkeypatch.setattr(overrides, "model_config_of", lambda args: next(models))
-    assert exclusions.keeps_windows_apart(None)
-    assert not exclusions.keeps_windows_apart(None)
+    assert exclusions.has_separate_window_pool(None)
+    assert not exclusions.has_separate_window_pool(None)
 
 
 def test_hicache_config_without_host_memory_stays_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,7 +528,7 @@ def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
     ):
         record = given(text, "--enable-cornplug")
         declare_resolution(record, "a model", **decision)
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
         settled = resolving_view(record)
         assert settled.enable_hierarchical_cache is shares
         assert (settled.hicache_storage_backend == "dynamic") is shares
@@ -537,9 +537,9 @@ def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
 def test_exclusions_of_forced_misses_name_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang then takes no prefix from its tree, and so none that HiCache has loaded into it."""
     record = given(text, "--enable-cornplug")
-    assert exclusions.excluded(record, page_tokens=64) == ""
+    assert exclusions.exclusion_reason(record, page_tokens=64) == ""
     monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "1")
-    assert "SGLANG_RADIX_FORCE_MISS" in exclusions.excluded(record, page_tokens=64)
+    assert "SGLANG_RADIX_FORCE_MISS" in exclusions.exclusion_reason(record, page_tokens=64)
     assert not shares_kv(resolved(text, "--enable-cornplug"))
 
 
@@ -553,7 +553,7 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
     folder = getattr(checkpoints, model)(tmp_path / model)
     record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:
-        hicache_config.settle(record)
+        hicache_config.declare_settings(record)
     assert resolving_view(record).enable_hierarchical_cache is not blind
     assert ("no prefix cache for images" in str(warning.call_args)) is blind
 
@@ -584,7 +584,7 @@ def test_activation_needed_hooks_follow_flags_and_model(
 ) -> None:
     folder = getattr(checkpoints, model)(tmp_path / model)
     resolved(str(folder), "--enable-cornplug", *args)
-    assert activation.needed() == wanted
+    assert activation.selected_parts() == wanted
 
 
 def test_share_from_python_sets_config(text: str) -> None:
@@ -597,7 +597,7 @@ def test_share_from_python_sets_config(text: str) -> None:
 def test_share_in_untested_sglang_leaves_it_stock(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(VersionRange, "installed", lambda _: "0.5.24")
+    monkeypatch.setattr(VersionRange, "installed_version", lambda _: "0.5.24")
     flags.share({"engine.app": "chat"})
     assert not activation.is_on()
     assert "outside the tested range" in caplog.text
@@ -606,7 +606,7 @@ def test_share_in_untested_sglang_leaves_it_stock(
 _UNTESTED = """
 import json
 from cornplug.checkpoints.tested_releases import VersionRange
-VersionRange.installed = lambda self: "0.5.99"
+VersionRange.installed_version = lambda self: "0.5.99"
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args

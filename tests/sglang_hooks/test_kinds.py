@@ -45,6 +45,6 @@ def test_server_kind_that_stock_resolves_shares_or_equals_stock(kind: ServerKind
 
 def test_exclusions_of_deployments_have_sglang_defaults_as_plain_values(model: str) -> None:
     stock = resolved(model)
-    assert {each.field: stock[each.field] for each in exclusions.DEPLOYMENTS if each.field in stock} == {
-        each.field: each.plain for each in exclusions.DEPLOYMENTS if each.field in stock
+    assert {each.field: stock[each.field] for each in exclusions.DEPLOYMENT_FLAGS if each.field in stock} == {
+        each.field: each.default for each in exclusions.DEPLOYMENT_FLAGS if each.field in stock
     }

@@ -58,7 +58,7 @@ def prepared_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engines(case: Any, **how: Any) -> list[LaunchCommand]:
-    found = [c.resolved(VALUES) for c in commands(plans.plan(case), **how) if c.kind == "engine"]
+    found = [c.substitute(VALUES) for c in commands(plans.plan(case), **how) if c.kind == "engine"]
     assert found
     return found
 
@@ -165,7 +165,7 @@ def test_planner_mla_backend_follows_gpu_generation(gpu: str, backend: str) -> N
 def test_planner_replicas_on_one_gpu_get_token_limit() -> None:
     for command in engines(Case(engine="sglang", share=0.5, replicas=2)):
         assert record(command).max_total_tokens == 200_000
-        assert command.beside_others
+        assert command.shares_gpu
     assert record(engines(Case(engine="sglang"))[0]).max_total_tokens is None
 
 

@@ -59,7 +59,7 @@ def test_plugin_in_child_installs_needed_hooks(
     zygote: Zygote, said: str, hooked: str, free: tuple[str, ...]
 ) -> None:
     targets, _ = loaded_process(zygote, CORNPLUG_SGLANG="{}", CORNPLUG_SGLANG_PARTS=said)
-    assert targets >= {hook.target for hook in plugin.hooks(said.split(","))}
+    assert targets >= {hook.target for hook in plugin.hooks_of(said.split(","))}
     assert any(target.endswith(hooked) for target in targets)
     assert not any(other in target for target in targets for other in free)
 
@@ -68,9 +68,9 @@ def test_install_repeated_hooks_every_target_once() -> None:
     load_plugins()
     plugin.install(plugin.ALL)
     plugin.install(plugin.ALL)
-    for hook in plugin.hooks(plugin.ALL):
+    for hook in plugin.hooks_of(plugin.ALL):
         assert plugin.is_applied(hook), hook
-        assert plugin.misfit(hook) == "", hook
+        assert plugin.signature_problem(hook) == "", hook
         ours = [f for _, f, _ in HookRegistry._hooks[hook.target] if f is hook.function]
         assert len(ours) == 1, hook
 
@@ -95,14 +95,14 @@ def test_verify_uncallable_hook_is_config_error(
     kind: Any, function: Any, reads: tuple[str, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hook = Hook(f"{__name__}._grown", kind, function, reads)
-    assert (plugin.misfit(hook) == "") is fits
+    assert (plugin.signature_problem(hook) == "") is fits
     monkeypatch.setattr(plugin, "is_applied", lambda hook: True)
     monkeypatch.setattr(plugin, "_registered", {"grown": hook})
     if fits:
-        plugin.verify()
+        plugin.verify_hooks()
     else:
         with pytest.raises(ConfigError, match="grown"):
-            plugin.verify()
+            plugin.verify_hooks()
 
 
 def test_hooks_in_inactive_server_change_nothing() -> None:
@@ -121,7 +121,7 @@ def test_verify_missing_target_is_config_error(monkeypatch: pytest.MonkeyPatch) 
     gone = Hook("sglang.srt.managers.scheduler.Scheduler.no_such_method", "before", lambda *_: None)
     monkeypatch.setitem(plugin._registered, "gone", gone)
     with pytest.raises(ConfigError, match="gone"):
-        plugin.verify()
+        plugin.verify_hooks()
 
 
 def test_is_applied_tells_installed_hook_from_other() -> None:

@@ -32,7 +32,7 @@ def parameters(function: Any) -> str:
 
 
 def seams() -> Iterator[str]:
-    for hook in plugin.hooks(plugin.ALL):
+    for hook in plugin.hooks_of(plugin.ALL):
         try:
             yield f"{hook.target}({parameters(pkgutil.resolve_name(hook.target))})"
         except (AttributeError, ImportError):

@@ -71,7 +71,7 @@ def test_sharing_report_knows_the_plugins_flags(
     """The plugin adds its flags to SGLang's parser in a process of its own."""
     monkeypatch.setattr(engine_checks, "_run", lambda code, *argv, timeout_s: zygote.run(*argv, code=code))
     text = str(checkpoints.qwen2_text(tmp_path / "text"))
-    kv, _ = engine_checks.shared_of(SGLANG, text, ["--enable-cornplug", "--cornplug-app", "chat"])
+    kv, _ = engine_checks.check_sharing(SGLANG, text, ["--enable-cornplug", "--cornplug-app", "chat"])
     assert (kv.status, kv.what) == ("ok", f"{text}: KV shared")
-    wrong, _ = engine_checks.shared_of(SGLANG, text, ["--cornplug-store-deadline", "soon"])
+    wrong, _ = engine_checks.check_sharing(SGLANG, text, ["--cornplug-store-deadline", "soon"])
     assert (wrong.status, "store.deadline_s" in wrong.what) == ("warn", True)

@@ -24,7 +24,7 @@ if role == "scheduler":
     ranks = runtime_context.SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0)
 runtime_context.publish(args, role=role, ranks=ranks)
 tally = activation.tally()
-tally.count("cornplug_hits_total", "chat", "kv_page", "store", by=3)
+tally.count("cornplug_hits_total", "chat", "kv_page", "store", amount=3)
 tally.observe("cornplug_wait_seconds", 0.02, "chat", "kv_page")
 drained = tally.drain()
 assert drained["cornplug_hits_total"] == [(("chat", "kv_page", "store"), [3])], drained

@@ -20,7 +20,7 @@ from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlus
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import StartedModel
+from cornplug.engine_common.model_identity import InitialModel
 from cornplug.identity import placeholder_tokens as values_of
 from cornplug.sglang_hooks import weight_epochs
 from cornplug.sglang_hooks.media import placeholder_tokens
@@ -45,13 +45,13 @@ class Runner:
         self.weight_updater = self
 
     def begin_weight_update(self) -> None:
-        assert weights_guard.replaced(), "no process shares meanwhile"
+        assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
 
     def end_weight_update(self, run_post_load: bool) -> None:
         pass
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: Any) -> tuple[bool, str]:
-        assert weights_guard.replaced(), "no process shares meanwhile"
+        assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
         self.server.weights += 1
         return self.server.loads, ""
 
@@ -161,7 +161,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def made(patch: pytest.MonkeyPatch) -> Server:
     """A server before its first update."""
     server = Server()
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
     patch.setattr(weight_epochs, "_rank", type(weight_epochs._rank)())
     patch.setattr(weight_epochs, "_trained", set())
     model = SimpleNamespace(hf_config=SimpleNamespace())
@@ -184,8 +184,8 @@ def test_trainer_update_names_weights_and_the_first_ones_again(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = checkpoints.qwen2_vl(tmp_path / "old")
-    monkeypatch.setattr(model_config, "_started", StartedModel())
-    monkeypatch.setattr(model_config, "_described", lambda: described(old))
+    monkeypatch.setattr(model_config, "_started", InitialModel())
+    monkeypatch.setattr(model_config, "_describe_running", lambda: described(old))
 
     def names() -> tuple[bytes, bytes]:
         model = model_config.engine_model()
@@ -209,7 +209,7 @@ def test_trainer_update_in_buckets_is_named_once_at_its_end(
     for version in versions:
         server.bucket(version)
         assert shares_as() is None
-        assert weights_guard.replaced()
+        assert weights_guard.has_replaced_weights()
     server.end()
     assert (shares_as(), weights_guard.epoch()) == ("7", 2)
 
@@ -220,7 +220,7 @@ def test_trainer_update_by_ipc_is_named_by_its_one_call(server: Server) -> None:
 
 
 def test_trainer_update_forgets_media(server: Server) -> None:
-    placeholder_tokens.add(b"i" * 32)
+    placeholder_tokens.remember_identity(b"i" * 32)
     server.update("7")
     assert not any(map(placeholder_tokens.is_keyed, values_of(b"i" * 32)))
 
@@ -230,8 +230,8 @@ def test_trainer_update_without_a_name_is_off_until_one_comes(
     versions: tuple[str | None, ...], server: Server
 ) -> None:
     server.update(*versions)
-    assert weights_guard.replaced()
-    assert not engine_state.current().unknown()
+    assert weights_guard.has_replaced_weights()
+    assert not engine_state.current().has_unknown_weights()
     server.update("9")
     assert shares_as() == "9"
 
@@ -239,9 +239,9 @@ def test_trainer_update_without_a_name_is_off_until_one_comes(
 def test_trainer_update_with_the_version_before_it_is_off_until_another_comes(server: Server) -> None:
     server.update("7")
     server.update("7")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.update("7")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.update("8")
     assert shares_as() == "8"
 
@@ -266,10 +266,10 @@ def test_trainer_update_named_within_is_named_at_its_end(server: Server) -> None
 def test_trainer_update_beside_kv_of_old_weights_waits_for_a_flush(server: Server) -> None:
     server.compute()
     server.update("7", flush=False)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.idle = False
     assert not server.flush()
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.idle = True
     assert server.flush()
     assert (shares_as(), server.cached) == ("7", set())
@@ -288,7 +288,7 @@ def test_trainer_update_with_a_request_in_its_midst_waits_for_a_flush(server: Se
     server.bucket("7")
     server.compute()
     server.end()
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.flush()
     assert shares_as() == "7"
 
@@ -300,12 +300,12 @@ def test_trainer_update_that_waits_is_over_once_the_weights_are_released(server:
     scheduler_releases(None, request)
     server.flush()
     server.name("8")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def test_trainer_update_after_a_release_of_the_weights_shares(server: Server) -> None:
     note_release(None, io_struct.ReleaseMemoryOccupationReqInput(tags=["weights"]))
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     server.update("7")
     assert shares_as() == "7"
 
@@ -327,7 +327,7 @@ LOST: dict[str, Callable[[Server], Any]] = {
     "another version on one rank": lambda server: setattr(
         server, "other_rank", lambda vote: [*vote[:3], vote[3] + 1, vote[4] - 1]
     ),
-    "unknown before": lambda server: engine_state.current().note_replaced(),
+    "unknown before": lambda server: engine_state.current().mark_weights_unknown(),
 }  # fmt: skip
 
 
@@ -335,11 +335,11 @@ LOST: dict[str, Callable[[Server], Any]] = {
 def test_trainer_update_that_cannot_be_followed_ends_sharing(what: str, server: Server) -> None:
     LOST[what](server)
     server.update("7")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
     server.loads, server.weight_updater.draft_worker = True, None
     server.other_rank = lambda vote: vote
     server.update("8")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def test_trainer_update_that_raised_ends_sharing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,13 +349,13 @@ def test_trainer_update_that_raised_ends_sharing(server: Server, monkeypatch: py
     monkeypatch.setattr(Runner, "update_weights_from_tensor", broken)
     with pytest.raises(RuntimeError, match="memory"):
         server.update("7")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 def test_trainer_update_of_a_draft_alone_keeps_sharing(server: Server) -> None:
     server.begin(selector="draft")
     server.end()
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 def test_trainer_update_where_versions_are_not_trusted_ends_sharing(
@@ -363,10 +363,10 @@ def test_trainer_update_where_versions_are_not_trusted_ends_sharing(
 ) -> None:
     monkeypatch.setenv("CORNPLUG_SGLANG", "{}")
     server.update("7")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
     server.update_by_ipc("8")
     server.name("9")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def test_trainer_update_before_a_disk_update_ends_sharing(server: Server, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_trainer_update_before_a_disk_update_ends_sharing(server: Server, tmp_pa
     request = io_struct.UpdateWeightFromDiskReqInput(model_path=str(tmp_path), load_format="auto")
     result = SimpleNamespace(success=True)
     update_from_disk(lambda *_: result, server.weight_updater, request)
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 NAMES = st.sampled_from([None, "1", "2", "3", "default"])
@@ -430,7 +430,7 @@ def test_trainer_update_in_any_order_never_shares_mixed_weights(steps: list[Any]
                     server.flush()
                 case ["busy"]:
                     server.idle = False
-            if weights_guard.replaced():
+            if weights_guard.has_replaced_weights():
                 continue
             assert server.cached <= {server.weights}
             assert server.weight_updater._session is None
@@ -440,4 +440,4 @@ def test_trainer_update_in_any_order_never_shares_mixed_weights(steps: list[Any]
             elif weights != server.weights:
                 assert version in since
                 event("shares")
-        engine_state.current().note_replaced(False)
+        engine_state.current().mark_weights_unknown(False)

@@ -61,7 +61,7 @@ def server_clock(monkeypatch: pytest.MonkeyPatch) -> ServerClock:
 @pytest.fixture(autouse=True)
 def slow_hello_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client whose test asks at once has connected, however busy the machine is."""
-    monkeypatch.setattr(daemon_link, "_HELLO_S", 30.0)
+    monkeypatch.setattr(daemon_link, "_HELLO_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def pool_stage(
         connect,
         advance,
         **terms,
-        raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
+        raw_view=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
     )
 
 

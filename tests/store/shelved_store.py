@@ -74,7 +74,7 @@ class FarShelvedStore(ShelvedStore):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.far: set[bytes] = set()
-        self.far_answers = True
+        self.is_far_up = True
         self.answers_after: int | None = 1
         self.names_at_once = 1000
         self.sought: list[list[bytes]] = []
@@ -86,14 +86,14 @@ class FarShelvedStore(ShelvedStore):
         super().shelve_all(store)
         self.far |= self.shelved
 
-    def seek(self, keys: Sequence[bytes]) -> int:
-        if not self.far_answers:
+    def start_far_lookup(self, keys: Sequence[bytes]) -> int:
+        if not self.is_far_up:
             return 0
         self.sought.append(list(keys))
         self._asked, self._answer_in = list(keys), self.answers_after
         return len(self.sought)
 
-    def answered(self, ticket: int) -> bool:
+    def is_far_lookup_done(self, ticket: int) -> bool:
         self._look()
         return self.answers_after is not None and self._answer_in is None
 

@@ -9,12 +9,12 @@ import pytest
 
 from cornplug.commands import doctor
 from cornplug.config import StoreConfig, load
-from cornplug.encoder_service.client.endpoints import local_store
+from cornplug.encoder_service.client.endpoints import open_local_store
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.testing import StoreContract
-from cornplug.testing.store import StoreStage, fill, present
+from cornplug.testing.store import StoreStage, contains, fill
 
 MODULE = """
 from cornplug.store.memory import MemoryStore
@@ -57,7 +57,7 @@ class TestLentStore(StoreContract):
             quarantine_s=5.0,
             reservation_s=30.0,
             reclaim_s=600.0,
-            raw=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
+            raw_view=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
         )
 
 
@@ -67,11 +67,11 @@ def test_open_store_every_process_gets_the_store_of_the_setting(
     address = "lent://10.0.0.1:7"
     config = load(environ={"CORNPLUG_STORE_BACKEND": address})
     assert not config.store.socket.exists()
-    client = local_store(config)
+    client = open_local_store(config)
     assert client is not None
     fill(client, "a", b"x")
-    assert present(EngineRuntime(config).store, "a") == b"\1"
-    (found,) = doctor.other_store(config.store)
+    assert contains(EngineRuntime(config).store, "a") == b"\1"
+    (found,) = doctor.check_other_store(config.store)
     assert (found.status, found.what.startswith(f"{address}: ")) == ("ok", True)
     assert "1 entries" in found.what
     assert not config.store.socket.exists(), "the host's own store is not started beside it"
@@ -86,5 +86,5 @@ def test_open_store_backend_that_no_package_brings_is_an_error_naming_the_known(
     config = StoreConfig(backend="mooncake:10.0.0.1")
     with pytest.raises(ConfigError, match=r"store\.backend.*'mooncake'.*Available stores: lent, pool"):
         open_store(config)
-    (found,) = doctor.other_store(config)
+    (found,) = doctor.check_other_store(config)
     assert (found.status, "Available stores: lent, pool" in found.what) == ("fail", True)

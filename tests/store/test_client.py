@@ -24,7 +24,7 @@ from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
-from cornplug.testing.store import StoreStage, fill, key, lease, present, reserve
+from cornplug.testing.store import StoreStage, contains, fill, key_of, lease, reserve
 
 from .conftest import ServerClock, answers, eventually, pool_stage
 
@@ -56,9 +56,9 @@ def test_pool_store_without_daemon_every_call_fails_at_once(connect: Connect, wi
 
 def test_pool_store_daemon_comes_later_sharing_begins(connect: Connect, start_daemon: Start) -> None:
     store = connect()
-    assert not store.connected
+    assert not store.is_connected
     start_daemon()
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
     fill(store, "a", b"x")
 
 
@@ -73,17 +73,17 @@ def test_pool_store_killed_daemon_is_survived(
     assert held is not None
     daemon.kill()
     daemon.wait()
-    reason, took_s = _refused(lambda: store.lease([key("a")], ttl_s=60, deadline_s=60))
+    reason, took_s = _refused(lambda: store.lease([key_of("a")], ttl_s=60, deadline_s=60))
     assert reason == "store_down"
     within.check(took_s, 20)
-    eventually(lambda: not store.connected)
-    assert _refused(lambda: present(store, "a"))[0] == "store_down", "its table is not believed for long"
+    eventually(lambda: not store.is_connected)
+    assert _refused(lambda: contains(store, "a"))[0] == "store_down", "its table is not believed for long"
     view = store.view(held.location)
     assert bytes(view) == b"payload"
     if again:
         start_daemon()
-        eventually(lambda: store.connected)
-        assert present(store, "a") == b"\0"
+        eventually(lambda: store.is_connected)
+        assert contains(store, "a") == b"\0"
         assert _refused(lambda: store.view(held.location))[0] == "stale_location"
         assert bytes(view) == b"payload"
         fill(store, "a", b"x")
@@ -96,7 +96,7 @@ def test_pool_store_reservation_ends_with_its_daemon(connect: Connect, start_dae
     assert isinstance(room, Reservation)
     daemon.kill()
     start_daemon()
-    eventually(lambda: store.connected and _stat_works(store))
+    eventually(lambda: store.is_connected and _stat_works(store))
     fresh = reserve(store, "b", 8)
     assert isinstance(fresh, Reservation)
     assert store.commit([(room, b"")], deadline_s=5) == [False]
@@ -138,10 +138,10 @@ def test_pool_store_lookup_needs_no_answer_of_the_daemon(connect: Connect, start
     store = connect()
     for name in range(4):
         fill(store, name, b"x")
-    store.delete([key(1)], deadline_s=5)
+    store.delete([key_of(1)], deadline_s=5)
     os.kill(daemon.pid, signal.SIGSTOP)
-    assert present(store, *range(5)) == b"\1\0\1\1\0"
-    assert present(store, *range(300)) == b"\1\0\1\1" + bytes(296)
+    assert contains(store, *range(5)) == b"\1\0\1\1\0"
+    assert contains(store, *range(300)) == b"\1\0\1\1" + bytes(296)
 
 
 def test_pool_store_peek_asks_no_daemon_and_counts_nothing(connect: Connect, start_daemon: Start) -> None:
@@ -151,8 +151,8 @@ def test_pool_store_peek_asks_no_daemon_and_counts_nothing(connect: Connect, sta
     before = store.stat(deadline_s=5)
     os.kill(daemon.pid, signal.SIGSTOP)
     assert store.can_peek
-    assert store.peek([key(0), key(1)]) == bytes([Tier.MEMORY, Tier.ABSENT])
-    assert store.peek([key(name) for name in range(300)])[:2] == bytes([Tier.MEMORY, Tier.ABSENT])
+    assert store.peek([key_of(0), key_of(1)]) == bytes([Tier.MEMORY, Tier.ABSENT])
+    assert store.peek([key_of(name) for name in range(300)])[:2] == bytes([Tier.MEMORY, Tier.ABSENT])
     os.kill(daemon.pid, signal.SIGCONT)
     now = store.stat(deadline_s=5)
     assert (now.found, now.absent) == (before.found, before.absent)
@@ -164,13 +164,13 @@ def test_pool_store_lookup_beyond_a_full_table_asks_the_daemon(
     serve_in_thread()
     store = connect()
     names = range(2048)
-    rooms = store.reserve([(key(name), 64) for name in names], ReserveTerms("test"), deadline_s=20)
+    rooms = store.reserve([(key_of(name), 64) for name in names], ReserveTerms("test"), deadline_s=20)
     written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
     assert all(store.commit(written, deadline_s=20))
     assert len(written) == len(names), "twice as many as the table has records"
-    assert present(store, *names, "absent") == b"\1" * len(names) + b"\0"
-    store.delete([key(name) for name in names], deadline_s=20)
-    assert present(store, *names) == bytes(len(names))
+    assert contains(store, *names, "absent") == b"\1" * len(names) + b"\0"
+    store.delete([key_of(name) for name in names], deadline_s=20)
+    assert contains(store, *names) == bytes(len(names))
 
 
 def test_pool_store_damaged_table_never_raises(
@@ -185,7 +185,7 @@ def test_pool_store_damaged_table_never_raises(
     table = server._table
     for _ in range(5000):
         table._bytes[source.randrange(4096, len(table._bytes))] = source.randrange(256)
-    assert len(present(store, *range(100))) == 100
+    assert len(contains(store, *range(100))) == 100
     for name in range(50):
         held = lease(store, name)
         assert held is not None
@@ -284,7 +284,7 @@ def test_pool_store_forked_child_leaves_parents_connection_alone(
             reason = e.reason
         os._exit(0 if reason == "store_down" else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert present(store, "a") == b"\1"
+    assert contains(store, "a") == b"\1"
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -303,9 +303,9 @@ def test_pool_store_forked_child_gets_its_own_connection(
         try:
             if closed:
                 time.sleep(0.3)
-                status = int(store.connected)
+                status = int(store.is_connected)
             else:
-                eventually(lambda: store.connected)
+                eventually(lambda: store.is_connected)
                 held = lease(store, "a")
                 assert held is not None
                 assert bytes(store.view(held.location)) == b"of the parent"
@@ -324,7 +324,9 @@ def test_pool_store_failing_daemon_is_started_ever_less_often(
     store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[float] = []
-    monkeypatch.setattr("cornplug.store.daemon_link.spawn", lambda *a, **k: starts.append(time.monotonic()))
+    monkeypatch.setattr(
+        "cornplug.store.daemon_link.spawn_daemon", lambda *a, **k: starts.append(time.monotonic())
+    )
     monkeypatch.setattr("cornplug.store.daemon_link._START_WAIT_S", 0.01)
     monkeypatch.setattr("cornplug.store.daemon_link._LAST_BACKOFF_S", 0.01)
     monkeypatch.setattr("cornplug.store.daemon_link._FIRST_PAUSE_S", 0.2)
@@ -363,7 +365,7 @@ def test_pool_store_other_listener_at_socket_is_no_store(store_config: StoreConf
         thread.start()
         store = connect()
         thread.join()
-    assert _refused(lambda: present(store, "a"))[0] == "store_down"
+    assert _refused(lambda: contains(store, "a"))[0] == "store_down"
 
 
 def _daemons_of(path: Path) -> list[int]:
@@ -392,7 +394,7 @@ def test_pool_store_two_starters_get_one_daemon_that_ends_idle(store_config: Sto
         thread.join()
     try:
         fill(stores[0], "a", b"x")
-        assert [present(store, "a") for store in stores] == [b"\1"] * 3
+        assert [contains(store, "a") for store in stores] == [b"\1"] * 3
         assert len(_daemons_of(store_config.socket)) == 1
         assert "serving" in daemon_link.log_path(store_config.socket).read_text()
     finally:

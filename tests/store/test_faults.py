@@ -26,14 +26,13 @@ from cornplug.store.arena import WriteFences
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.index import SWEEP, StoreIndex
-from cornplug.store.daemon.placement import MAX_LOOKS
+from cornplug.store.daemon.entry_watchers import EntryTableWriter
+from cornplug.store.daemon.index import SWEEP_LIMIT, StoreIndex
+from cornplug.store.daemon.placement import MAX_EXAMINED_ENTRIES
 from cornplug.store.daemon.reservations import ExpiryBuckets, ReservationTimes
-from cornplug.store.entry_table import TableShape
+from cornplug.store.entry_table import NO_NOTES_PAGE, TableShape
 from cornplug.store.store_stats import OTHER_APPS
-from cornplug.store.use_notes import NO_PAGE
-from cornplug.testing.store import fill, key, lease, reserve
+from cornplug.testing.store import fill, key_of, lease, reserve
 
 from .conftest import eventually
 
@@ -57,13 +56,13 @@ def test_client_lease_very_long_prompt_is_whole(connect: Connect, start_daemon: 
     """134,000 tokens of a model with 126 layers and 8 heads: 17 MB of headers, more than a frame."""
     daemon = start_daemon()
     store = connect()
-    keys = [key(n) for n in range(2100)]
+    keys = [key_of(n) for n in range(2100)]
     meta = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, keys[0], "bfloat16", (8, 126, 2, 64, 128), tuple(range(1008)))
     )
     assert len(keys) * len(meta) > messages.MAX_FRAME_BYTES
     _commit_many(store, keys, 64, meta=meta)
-    leases = store.lease([*keys, key("absent")], ttl_s=30, deadline_s=20)
+    leases = store.lease([*keys, key_of("absent")], ttl_s=30, deadline_s=20)
     assert [each.key if each else None for each in leases] == [*keys, None]
     assert all(each.meta == meta for each in leases if each)
     store.release([each.token for each in leases if each], deadline_s=5)
@@ -108,7 +107,7 @@ def _waits_of(store: PoolStore) -> Iterator[list[float]]:
     def ask() -> None:
         while not done.is_set():
             began_s = time.perf_counter()
-            store.contains_by_message([key("small")], deadline_s=5)
+            store.contains_by_message([key_of("small")], deadline_s=5)
             waits.append(time.perf_counter() - began_s)
             time.sleep(0.001)
 
@@ -127,7 +126,7 @@ def test_daemon_giant_requests_delay_no_other_client(
     """Asked by a process of their own, in the largest portions that the daemon takes, all at once."""
     start_daemon()
     small, large = connect(), connect()
-    keys = [key(n) for n in range(40_000)]
+    keys = [key_of(n) for n in range(40_000)]
     _commit_many(large, keys, 64)
     blob = b"".join(keys)
 
@@ -136,7 +135,7 @@ def test_daemon_giant_requests_delay_no_other_client(
         return b"".join(messages.frame(make(blob[at : at + step]), 1) for at in range(0, len(blob), step))
 
     asked = {  # A lease takes half a microsecond: several for each entry, to be long enough.
-        "lease": (4, portions(lambda some: messages.TakeLeases(some, 600.0))),
+        "lease": (4, portions(lambda some: messages.LeaseRequest(some, 600.0))),
         "disconnect": (1, b""),
         "delete": (1, portions(messages.DeleteRequest)),
     }
@@ -175,7 +174,7 @@ def _greeted(config: StoreConfig) -> socket.socket:
 
 def _reply(raw: socket.socket) -> messages.Reply:
     body = receive_frame(raw, limit=messages.MAX_FRAME_BYTES)
-    return messages.reply_decoder.decode(messages.take_number(body)[1])
+    return messages.reply_decoder.decode(messages.split_number(body)[1])
 
 
 def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreIndex:
@@ -183,7 +182,7 @@ def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreInde
     index = StoreIndex(
         b"\1" * 16, (room_for or entries) * 4096, times=ReservationTimes(1.0), grow=lambda missing: missing
     )
-    keys = [key(n) for n in range(entries)]
+    keys = [key_of(n) for n in range(entries)]
     for at in range(0, entries, 4096):
         for room in index.reserve(
             1, [(each, 4096) for each in keys[at : at + 4096]], ReserveTerms("a"), now_s=0.0
@@ -202,7 +201,7 @@ def test_index_search_for_victims_ends(within: TimeLimits) -> None:
     for n in range(3):
         with within.cpu(0.1):
             answers = index.reserve(
-                1, [(key(("big", n, i)), 2 << 20) for i in range(100)], ReserveTerms("a"), now_s=0.0
+                1, [(key_of(("big", n, i)), 2 << 20) for i in range(100)], ReserveTerms("a"), now_s=0.0
             )
         assert set(answers) == {ReserveRefusal.FULL}
     assert index.stat().evictions == 0
@@ -210,9 +209,9 @@ def test_index_search_for_victims_ends(within: TimeLimits) -> None:
 
 def test_index_search_that_was_cut_goes_on_where_it_ended() -> None:
     """There is room, but far from the oldest entries."""
-    entries = 4 * MAX_LOOKS
+    entries = 4 * MAX_EXAMINED_ENTRIES
     index = _small_ones(entries, 2)
-    keys = [key(n) for n in range(entries)]
+    keys = [key_of(n) for n in range(entries)]
     # Two neighbours that nobody leases any more, and that were used last.
     (again,) = index.lease(1, [keys[-2]], ttl_s=1000.0, now_s=0.0)
     index.delete([keys[-2]])
@@ -220,21 +219,23 @@ def test_index_search_that_was_cut_goes_on_where_it_ended() -> None:
     index.end_owner(1, now_s=0.0)
     index.lease(2, keys[:-8:2], ttl_s=1000.0, now_s=0.0)
     tries = 0
-    while index.reserve(2, [(key("big"), 8192)], ReserveTerms("a"), now_s=0.0)[0] is ReserveRefusal.FULL:
+    while index.reserve(2, [(key_of("big"), 8192)], ReserveTerms("a"), now_s=0.0)[0] is ReserveRefusal.FULL:
         tries += 1
         assert tries < 10, "never found"
 
 
 def test_index_large_entry_among_tiny_ones_is_stored_in_the_end() -> None:
     index = StoreIndex(
-        b"\1" * 16, 64 * 4 * MAX_LOOKS, times=ReservationTimes(1.0), grow=lambda missing: missing
+        b"\1" * 16, 64 * 4 * MAX_EXAMINED_ENTRIES, times=ReservationTimes(1.0), grow=lambda missing: missing
     )
-    for room in index.reserve(1, [(key(n), 64) for n in range(4 * MAX_LOOKS)], ReserveTerms("a"), now_s=0.0):
+    for room in index.reserve(
+        1, [(key_of(n), 64) for n in range(4 * MAX_EXAMINED_ENTRIES)], ReserveTerms("a"), now_s=0.0
+    ):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     tries = 0
     while (
-        index.reserve(2, [(key("big"), 128 * MAX_LOOKS)], ReserveTerms("a"), now_s=0.0)[0]
+        index.reserve(2, [(key_of("big"), 128 * MAX_EXAMINED_ENTRIES)], ReserveTerms("a"), now_s=0.0)[0]
         is ReserveRefusal.FULL
     ):
         tries += 1
@@ -244,7 +245,7 @@ def test_index_large_entry_among_tiny_ones_is_stored_in_the_end() -> None:
 def test_index_released_leases_leave_nothing_behind() -> None:
     index = _small_ones(8, 1, room_for=16)
     for _ in range(2000):
-        leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
+        leases = index.lease(1, [key_of(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
         index.release(1, [each.token for each in leases if each], now_s=0.0)
     expiries = [one for one in set(kept(index, ExpiryBuckets)) if len(one)]
     assert [len(one) for one in expiries] == [1], "those of `_small_ones`, which have one token"
@@ -252,7 +253,7 @@ def test_index_released_leases_leave_nothing_behind() -> None:
 
 
 def test_index_sweep_ends_some_the_next_the_rest() -> None:
-    index = _small_ones(SWEEP + 100, 1, room_for=2 * SWEEP)
+    index = _small_ones(SWEEP_LIMIT + 100, 1, room_for=2 * SWEEP_LIMIT)
     index.sweep(2000.0)
     assert 0 < index.stat().leases <= 100
     index.sweep(2000.0)
@@ -268,9 +269,9 @@ def test_client_late_answer_gives_its_grants_back(connect: Connect, start_daemon
     fill(store, "a", b"x")
     os.kill(daemon.pid, signal.SIGSTOP)
     with pytest.raises(StoreUnavailable):
-        store.lease([key("a")], ttl_s=60, deadline_s=0.05)
+        store.lease([key_of("a")], ttl_s=60, deadline_s=0.05)
     with pytest.raises(StoreUnavailable):
-        store.reserve([(key("b"), 64)], ReserveTerms("test"), deadline_s=0.3)
+        store.reserve([(key_of("b"), 64)], ReserveTerms("test"), deadline_s=0.3)
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: other.stat(deadline_s=5).leases + other.stat(deadline_s=5).reservations == 2)
     eventually(lambda: _works(store))
@@ -310,7 +311,7 @@ def test_client_scheduler_does_not_wait_for_background_threads(
 
 def _times_out(store: PoolStore, deadline_s: float) -> str:
     with pytest.raises(StoreUnavailable) as e:
-        store.delete([key("a")], deadline_s=deadline_s)
+        store.delete([key_of("a")], deadline_s=deadline_s)
     return e.value.reason
 
 
@@ -323,7 +324,7 @@ def test_threads_do_not_wait_for_each_others_answers(
     answers: list[int] = []
 
     def ask() -> None:
-        answers.append(store.delete([key("a")], deadline_s=30))
+        answers.append(store.delete([key_of("a")], deadline_s=30))
 
     threads = [threading.Thread(target=ask) for _ in range(30)]
     with within(4.5, "one after the other takes 6 s"):
@@ -344,15 +345,15 @@ def test_circuit_breaker_slow_store_is_asked_ever_less_often(
     for _ in range(200):
         began_s = time.perf_counter()
         try:
-            store.delete([key("a")], deadline_s=0.02)
+            store.delete([key_of("a")], deadline_s=0.02)
         except StoreUnavailable as e:
             reasons.append(e.reason)
         waits += time.perf_counter() - began_s > 0.015
         time.sleep(0.01)
     assert 2 <= reasons.count("store_timeout") <= 12
     within.check(waits, 40, "each may have waited that long")
-    assert store.connected
-    assert store.delete([key("a")], deadline_s=30) == 0, "a caller that waits longer is served"
+    assert store.is_connected
+    assert store.delete([key_of("a")], deadline_s=30) == 0, "a caller that waits longer is served"
 
 
 @pytest.fixture
@@ -380,9 +381,9 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
     with listener.accept()[0] as peer:
         peer.recv(4096)
         arena, fences = os.memfd_create("test"), WriteFences(shared=True)
-        table = EntryTableWriter(TableShape.of(4096))
+        table = EntryTableWriter(TableShape.for_capacity(4096))
         os.truncate(arena, 4096)
-        welcome = messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096, NO_PAGE))
+        welcome = messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096, NO_NOTES_PAGE))
         socket.send_fds(peer, [welcome], [arena, fences.fd, table.fd, fences.fd])
         os.close(arena)
         fences.close()
@@ -405,22 +406,22 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
                     break
             peer.settimeout(0.5)
             while (body := messages.take_frame(received)) is not None:
-                number, _ = messages.take_number(body)
+                number, _ = messages.split_number(body)
                 peer.sendall(messages.frame(messages.DeleteReply(0), number))
 
 
 def test_circuit_breaker_counts_each_deadline_apart() -> None:
     breaker = CircuitBreaker()
-    breaker.missed(0.1, 100.0)
-    assert breaker.refuses(0.1, 100.05)
-    assert not breaker.refuses(1.0, 100.05)
-    assert not breaker.refuses(0.1, 100.11)
-    breaker.missed(0.1, 100.2)
-    breaker.missed(0.1, 100.2)
-    assert breaker.refuses(0.1, 100.39)
-    assert not breaker.refuses(0.1, 100.41)
-    breaker.answered(1.0)
-    breaker.missed(0.1, 100.5)
-    assert breaker.refuses(0.1, 100.9)
-    breaker.answered(0.1)
-    assert not breaker.refuses(0.1, 100.9)
+    breaker.record_failure(0.1, 100.0)
+    assert breaker.is_open(0.1, 100.05)
+    assert not breaker.is_open(1.0, 100.05)
+    assert not breaker.is_open(0.1, 100.11)
+    breaker.record_failure(0.1, 100.2)
+    breaker.record_failure(0.1, 100.2)
+    assert breaker.is_open(0.1, 100.39)
+    assert not breaker.is_open(0.1, 100.41)
+    breaker.record_success(1.0)
+    breaker.record_failure(0.1, 100.5)
+    assert breaker.is_open(0.1, 100.9)
+    breaker.record_success(0.1)
+    assert not breaker.is_open(0.1, 100.9)

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from cornplug.store.base import NO_PLACE, Lease, Leases, PayloadLocation, place
-from cornplug.testing.store_writing import key
+from cornplug.store.base import NO_LOCATION, Lease, Leases, PayloadLocation, encode_location
+from cornplug.testing.store_writing import key_of
 
 ARENA = b"a" * 16
 
@@ -15,9 +15,9 @@ ARENA = b"a" * 16
 def part(token: int, *names: object) -> Leases:
     """An answer; the store lacks the names that are None."""
     metas = [None if name is None else str(name).encode() for name in names]
-    places = [NO_PLACE if name is None else place(at(name)) for name in names]
+    places = [NO_LOCATION if name is None else encode_location(at(name)) for name in names]
     tokens = [token if any(metas) else 0] * len(names)
-    return Leases(ARENA, [key(name) for name in names], metas, b"".join(places), tokens)
+    return Leases(ARENA, [key_of(name) for name in names], metas, b"".join(places), tokens)
 
 
 def at(name: object) -> PayloadLocation:
@@ -25,10 +25,10 @@ def at(name: object) -> PayloadLocation:
 
 
 def lease(token: int, name: object) -> Lease:
-    return Lease(token, key(name), str(name).encode(), at(name))
+    return Lease(token, key_of(name), str(name).encode(), at(name))
 
 
-WHOLE = Leases.joined(ARENA, [part(5, "a", None, "bb"), part(6, None), part(7, "ccc")])
+WHOLE = Leases.concat(ARENA, [part(5, "a", None, "bb"), part(6, None), part(7, "ccc")])
 LIST = [lease(5, "a"), None, lease(5, "bb"), None, lease(7, "ccc")]
 
 
@@ -36,7 +36,7 @@ def test_leases_joined_answers_are_one_sequence() -> None:
     assert list(WHOLE) == LIST
     assert len(WHOLE) == 5
     assert WHOLE[-1] == LIST[-1]
-    assert Leases.joined(ARENA, []).held == []
+    assert Leases.concat(ARENA, []).unique_tokens == []
     with pytest.raises(IndexError):
         WHOLE[5]
 
@@ -48,7 +48,7 @@ def test_leases_slice_is_that_of_the_list(cut: slice) -> None:
 
 
 def test_leases_held_tokens_are_each_named_once() -> None:
-    assert WHOLE.held == [5, 7]
+    assert WHOLE.unique_tokens == [5, 7]
 
 
 def test_leases_travel_to_another_process_whole() -> None:

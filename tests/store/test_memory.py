@@ -11,7 +11,7 @@ from cornplug.store.base import ReserveRefusal
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore, StoreContract
-from cornplug.testing.store import StoreStage, fill, key, present, put, reserve
+from cornplug.testing.store import StoreStage, contains, fill, key_of, put, reserve
 
 
 class _Clock:
@@ -42,7 +42,7 @@ class TestMemoryStore(StoreContract):
             quarantine_s=5.0,
             reservation_s=30.0,
             reclaim_s=600.0,
-            raw=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
+            raw_view=lambda store, location: store.raw(location),  # type: ignore[attr-defined]
         )
 
 
@@ -53,14 +53,14 @@ def faulty() -> FaultyStore:
 
 def test_faulty_store_without_fault_behaves_alike(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
-    assert get_payload(faulty, key("e"), deadline_s=1) is not None
+    assert get_payload(faulty, key_of("e"), deadline_s=1) is not None
     assert faulty.calls == {"reserve": 1, "view": 2, "commit": 1, "lease": 1, "release": 1}
 
 
 def test_faulty_store_unavailable_raises_its_reason(faulty: FaultyStore) -> None:
     faulty.unavailable = True
     with pytest.raises(StoreUnavailable) as e:
-        present(faulty, "a")
+        contains(faulty, "a")
     assert e.value.reason == "store_down"
 
 
@@ -81,21 +81,21 @@ def test_get_payload_corrupt_read_is_found(faulty: FaultyStore) -> None:
     assert put(faulty, b"x" * 1280, 1) == "stored"
     faulty.corrupt_reads = True
     with pytest.raises(CodecError):
-        get_payload(faulty, key("e"), deadline_s=1)
-    assert present(faulty, "e") == b"\0"
+        get_payload(faulty, key_of("e"), deadline_s=1)
+    assert contains(faulty, "e") == b"\0"
 
 
 def test_get_payload_header_of_another_key_is_dropped(faulty: FaultyStore) -> None:
     fill(faulty, "a", b"payload")
     with pytest.raises(CodecError):
-        get_payload(faulty, key("a"), deadline_s=1)
-    assert present(faulty, "a") == b"\0"
+        get_payload(faulty, key_of("a"), deadline_s=1)
+    assert contains(faulty, "a") == b"\0"
 
 
 def test_put_payload_failing_half_way_gives_its_room_back(faulty: FaultyStore) -> None:
     with pytest.raises(ValueError, match="equal segments"):
         put(faulty, b"x" * 1280, 3)
-    payload = NewPayload(b"x", PayloadKind.FEATURE, key=key("a"), dtype="d" * 300, shape=(1,))
+    payload = NewPayload(b"x", PayloadKind.FEATURE, key=key_of("a"), dtype="d" * 300, shape=(1,))
     with pytest.raises(CodecError):
         put_payload(faulty, payload, app="test", deadline_s=1.0)
     stat = faulty.stat(deadline_s=1)

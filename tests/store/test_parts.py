@@ -13,7 +13,7 @@ from cornplug.codec import PayloadKind
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 
 CAPACITY, SIZE = 64 * 12, 64 * 2
 QUARANTINE_S, RESERVATION_S, RECLAIM_S = 5.0, 30.0, 600.0
@@ -65,10 +65,10 @@ class PartsInAnyOrder(RuleBasedStateMachine):
     @rule(owner=OWNERS, name=st.integers(0, 3), part=PARTS)
     def reserve(self, owner: int, name: int, part: int) -> None:
         (answer,) = self.index.reserve(
-            owner, [(key(name), SIZE)], ReserveTerms("a", WriterPart(GROUP, part, 2)), now_s=self.now_s
+            owner, [(key_of(name), SIZE)], ReserveTerms("a", WriterPart(GROUP, part, 2)), now_s=self.now_s
         )
         draft = self.drafts.get(name)
-        if self.index.contains([key(name)]) == b"\1":
+        if self.index.contains([key_of(name)]) == b"\1":
             assert answer is ReserveRefusal.PRESENT
         elif draft is not None and any(writer.part == part for writer in draft.writers):
             assert answer is ReserveRefusal.PENDING
@@ -97,7 +97,9 @@ class PartsInAnyOrder(RuleBasedStateMachine):
             return
         writer = self.writers[which % len(self.writers)]
         name = next((n for n, draft in self.drafts.items() if writer in draft.writers), None)
-        meta = codec.encode_part(PayloadKind.KV_PAGE, writer.room.key, "float16", (64,), 2, {writer.part: 1})
+        meta = codec.encode_partial_header(
+            PayloadKind.KV_PAGE, writer.room.key, "float16", (64,), 2, {writer.part: 1}
+        )
         done = self.index.commit(writer.owner, writer.room.token, meta if good else b"no part")
         writer.safe_from_s = min(writer.safe_from_s, self.now_s)
         if name is None or writer.committed:
@@ -113,7 +115,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
                 self.end(name)
             return
         assert done == good
-        assert self.index.contains([key(name)]) == bytes([good])
+        assert self.index.contains([key_of(name)]) == bytes([good])
         self.end(name)
 
     @rule(which=st.integers(0, 8))
@@ -146,7 +148,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.integers(0, 3))
     def delete(self, name: int) -> None:
-        self.index.delete([key(name)])
+        self.index.delete([key_of(name)])
 
     @invariant()
     def counts_agree(self) -> None:
@@ -156,7 +158,7 @@ class PartsInAnyOrder(RuleBasedStateMachine):
         for passed_s in (RESERVATION_S + 1.0, RECLAIM_S + 1.0):
             self.now_s += passed_s
             self.index.sweep(self.now_s)
-        self.index.delete([key(name) for name in range(4)])
+        self.index.delete([key_of(name) for name in range(4)])
         stat = self.index.stat()
         assert (stat.used_bytes, stat.reservations, stat.bytes_by_app) == (0, 0, {})
 

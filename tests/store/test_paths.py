@@ -18,10 +18,10 @@ from cornplug.local_socket import SocketClaim
 from cornplug.store import daemon_link
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.main import EXIT_TAKEN
+from cornplug.store.daemon.main import EXIT_SOCKET_IN_USE
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload, get_payload_into
-from cornplug.testing.store import fill, key, present, reserve
+from cornplug.testing.store import contains, fill, key_of, reserve
 
 from .conftest import answers, eventually
 
@@ -39,7 +39,7 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
 def _start(config: StoreConfig) -> None:
     with daemon_link.start_lock(config.socket) as ours:
         assert ours
-        daemon_link.spawn(config, idle_exit_s=1)
+        daemon_link.spawn_daemon(config, idle_exit_s=1)
 
 
 @pytest.mark.usefixtures("stranger")
@@ -48,7 +48,7 @@ def test_autostart_in_strangers_folder_opens_and_makes_nothing(store_config: Sto
     log.write_bytes(b"x" * (2 << 20))
     for attempt in (
         lambda: _start(store_config),
-        lambda: daemon_link.spawn(store_config, idle_exit_s=1),
+        lambda: daemon_link.spawn_daemon(store_config, idle_exit_s=1),
         lambda: SocketClaim(store_config.socket, setting="store.socket"),
     ):
         with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
@@ -101,7 +101,7 @@ def test_pool_store_strangers_folder_costs_sharing_only(
     store = PoolStore(store_config, autostart=True, connect_timeout_s=0.5)
     try:
         with pytest.raises(StoreUnavailable, match="belongs to user 1") as e:
-            present(store, "a")
+            contains(store, "a")
         assert e.value.reason == "store_down"
         assert caplog.text.count("belongs to user 1") == 1
     finally:
@@ -123,9 +123,9 @@ def test_daemon_files_cleaned_away_are_made_again(
         for path in gone:
             path.unlink()
         eventually(lambda: lock.exists() and answers(store_config.socket))
-    assert start_daemon(wait=False).wait(timeout=20) == EXIT_TAKEN, "the lock is held again"
-    assert present(store, "a") == b"\1", "who was connected noticed nothing"
-    assert present(connect(), "a") == b"\1"
+    assert start_daemon(wait=False).wait(timeout=20) == EXIT_SOCKET_IN_USE, "the lock is held again"
+    assert contains(store, "a") == b"\1", "who was connected noticed nothing"
+    assert contains(connect(), "a") == b"\1"
 
 
 def test_daemon_replaced_ends_and_leaves_the_others_socket(
@@ -150,7 +150,7 @@ def test_daemon_replaced_ends_and_leaves_the_others_socket(
 
 def _has(store: PoolStore, name: str) -> bool:
     try:
-        return present(store, name) == b"\1"
+        return contains(store, name) == b"\1"
     except StoreUnavailable:
         return False
 
@@ -171,7 +171,7 @@ def test_autostart_relative_settings_reach_the_daemon(
     config = load().store
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
-        assert store.connected, daemon_link.log_path(config.socket).read_text()
+        assert store.is_connected, daemon_link.log_path(config.socket).read_text()
         fill(store, "a", b"x")
     finally:
         store.close()
@@ -194,7 +194,7 @@ def test_autostart_daemon_has_its_starters_settings(
     ).store  # fmt: skip
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
-        assert store.connected, daemon_link.log_path(config.socket).read_text()
+        assert store.is_connected, daemon_link.log_path(config.socket).read_text()
         assert set(store.stat(deadline_s=20).namespaces) == {"chat", "default"}
     finally:
         store.close()
@@ -210,7 +210,7 @@ def test_autostart_users_modules_are_not_the_daemons(store_config: StoreConfig, 
         "import os; os.chdir(sys.argv[3])\n"
         "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 24)\n"
         "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
-        "print(store.connected)\n"
+        "print(store.is_connected)\n"
         "store.close()\n"
     )
     command = [
@@ -236,11 +236,11 @@ def test_pool_store_other_release_is_refused_and_logged_once(
     monkeypatch.setattr("cornplug.store.messages.PROTOCOL_VERSION", 99)
     store = connect()
     with pytest.raises(StoreUnavailable, match="protocol") as e:
-        present(store, "a")
+        contains(store, "a")
     assert e.value.reason == "store_refused"
     assert caplog.text.count("uses protocol") == 1
     monkeypatch.undo()
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
 
 
 def test_store_config_each_protocol_has_its_own_socket() -> None:
@@ -261,11 +261,11 @@ def test_get_payload_entry_of_other_release_is_a_miss_and_stays(
     with monkeypatch.context() as newer:
         newer.setattr(codec, "VERSION", codec.VERSION + 1)
         meta = codec.encode_header(
-            codec.PayloadHeader(codec.PayloadKind.EMBEDDING, key("a"), "uint8", (4,), (0,))
+            codec.PayloadHeader(codec.PayloadKind.EMBEDDING, key_of("a"), "uint8", (4,), (0,))
         )
     assert store.commit([(room, meta)], deadline_s=1) == [True]
     with pytest.raises(CodecError) as e:
-        read(store, key("a"), deadline_s=1)
+        read(store, key_of("a"), deadline_s=1)
     assert (e.value.reason, e.value.is_damage) == ("version", False)
-    assert present(store, "a") == b"\1"
+    assert contains(store, "a") == b"\1"
     assert store.stat(deadline_s=1).leases == 0

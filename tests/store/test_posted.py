@@ -13,11 +13,11 @@ import pytest
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
-from cornplug.store.base import Answered, Posted, Reservation, ReserveRefusal, ReserveTerms
+from cornplug.store.base import CompletedRequest, PostedRequest, Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.testing.store import fill, present
-from cornplug.testing.store_writing import key
+from cornplug.testing.store import contains, fill
+from cornplug.testing.store_writing import key_of
 
 from .conftest import eventually
 
@@ -26,22 +26,22 @@ Start = Callable[..., "subprocess.Popen[str]"]
 T = TypeVar("T")
 
 
-def taken(posted: Posted[T], within_s: float = 30.0) -> T:
+def taken(posted: PostedRequest[T], within_s: float = 30.0) -> T:
     end_s = time.monotonic() + within_s
-    while (answer := posted.take()) is None:
+    while (answer := posted.poll()) is None:
         assert time.monotonic() < end_s, "no answer"
         time.sleep(0.001)
     return answer
 
 
-def reserve(store: PoolStore, *names: object, deadline_s: float = 5.0) -> Posted[list[object]]:
-    entries = [(key(name), 100) for name in names]
+def reserve(store: PoolStore, *names: object, deadline_s: float = 5.0) -> PostedRequest[list[object]]:
+    entries = [(key_of(name), 100) for name in names]
     return store.post_reserve(entries, ReserveTerms("test"), deadline_s=deadline_s)  # type: ignore[return-value]
 
 
 def test_pool_store_posts_and_memory_store_answers_at_once(connect: Connect, start_daemon: Start) -> None:
     start_daemon()
-    assert not isinstance(reserve(connect(), "a"), Answered)
+    assert not isinstance(reserve(connect(), "a"), CompletedRequest)
     (room,) = taken(reserve(MemoryStore(capacity_bytes=1 << 20).connect(), "a"), within_s=0)  # type: ignore[arg-type]
     assert isinstance(room, Reservation)
 
@@ -54,9 +54,9 @@ def test_posted_reserve_and_commit_do_as_reserve_and_commit(connect: Connect, st
     assert refusal is ReserveRefusal.PRESENT
     assert isinstance(room, Reservation)
     store.view(room.location, writable=True)[:] = bytes(100)
-    gone = Reservation(room.token + 1000, key("gone"), room.location)
+    gone = Reservation(room.token + 1000, key_of("gone"), room.location)
     assert taken(store.post_commit([(room, b"meta"), (gone, b"meta")], deadline_s=5)) == [True, False]
-    assert present(store, "a") == b"\1"
+    assert contains(store, "a") == b"\1"
 
 
 def test_posted_reserve_of_many_keys_is_answered_for_all(connect: Connect, start_daemon: Start) -> None:
@@ -64,7 +64,7 @@ def test_posted_reserve_of_many_keys_is_answered_for_all(connect: Connect, start
     store = connect()
     names = range(2 * messages.MAX_KEYS + 7)
     rooms = taken(reserve(store, *names))
-    assert [room.key for room in rooms if isinstance(room, Reservation)] == [key(name) for name in names]
+    assert [room.key for room in rooms if isinstance(room, Reservation)] == [key_of(name) for name in names]
 
 
 @pytest.mark.more
@@ -76,7 +76,7 @@ def test_posted_requests_of_stopped_daemon_never_wait_and_give_back(
     fill(store, "x", b"x")
     os.kill(daemon.pid, signal.SIGSTOP)
     posted = reserve(store, "a", deadline_s=3.0)
-    assert posted.take() is None, "not after the deadline"
+    assert posted.poll() is None, "not after the deadline"
     with pytest.raises(StoreUnavailable) as late:
         taken(posted, within_s=60)
     assert late.value.reason == "store_timeout"
@@ -85,7 +85,7 @@ def test_posted_requests_of_stopped_daemon_never_wait_and_give_back(
     assert slow.value.reason == "store_slow"
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: store.stat(deadline_s=5).reservations == 0)
-    assert store.connected
+    assert store.is_connected
 
 
 def test_posted_answer_that_came_in_time_counts_however_late_it_is_taken(
@@ -96,7 +96,7 @@ def test_posted_answer_that_came_in_time_counts_however_late_it_is_taken(
     store = connect()
     posted = reserve(store, "a", deadline_s=1.0)
     time.sleep(1.2)
-    assert present(store, "a") == b"\0"
+    assert contains(store, "a") == b"\0"
     assert isinstance(taken(posted)[0], Reservation)
 
 

@@ -10,14 +10,14 @@ import os
 import pytest
 
 from cornplug.store import arena as module
-from cornplug.store.arena import sealed_memory
+from cornplug.store.arena import create_sealed_memory
 
 SIZE = 4096
 
 
 @pytest.mark.parametrize("others_write", [True, False])
 def test_sealed_memory_others_write_only_where_they_may(others_write: bool) -> None:
-    fd, mine = sealed_memory("test", SIZE, others_write=others_write)
+    fd, mine = create_sealed_memory("test", SIZE, others_write=others_write)
     try:
         mine[:3] = b"own"
         assert mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)[:3] == b"own"
@@ -41,7 +41,7 @@ def test_sealed_memory_on_an_older_kernel_is_made_all_the_same(monkeypatch: pyte
         return real(fd, command, seals)
 
     monkeypatch.setattr(fcntl, "fcntl", older)
-    fd, mine = sealed_memory("test", SIZE, others_write=False)
+    fd, mine = create_sealed_memory("test", SIZE, others_write=False)
     try:
         mine[:3] = b"own"
         with pytest.raises(PermissionError):

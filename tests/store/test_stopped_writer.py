@@ -7,7 +7,7 @@ from collections.abc import Callable
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from .conftest import ServerClock, eventually
 
@@ -18,14 +18,14 @@ def test_stopped_writers_room_is_free_again_within_two_minutes(
     """A process that got SIGSTOP: its connection stays, and it says nothing."""
     serve_in_thread(size_bytes=1 << 20)
     stopped, other = connect(), connect()
-    eventually(lambda: stopped.connected and other.connected)
-    (room,) = stopped.reserve([(key("a"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
+    eventually(lambda: stopped.is_connected and other.is_connected)
+    (room,) = stopped.reserve([(key_of("a"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
     assert isinstance(room, Reservation)
     server_clock.ahead_s += 31
-    assert other.reserve([(key("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S) == [
+    assert other.reserve([(key_of("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S) == [
         ReserveRefusal.FULL
     ]
     server_clock.ahead_s += 61
-    (free,) = other.reserve([(key("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
+    (free,) = other.reserve([(key_of("b"), 1 << 20)], ReserveTerms(""), deadline_s=DEADLINE_S)
     assert isinstance(free, Reservation)
     assert stopped.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]

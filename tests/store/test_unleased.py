@@ -17,9 +17,9 @@ from cornplug.errors import CodecError
 from cornplug.store import payload as payloads
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
+from cornplug.store.entry_table import NO_NOTES_PAGE
 from cornplug.store.payload import NewPayload, get_payload, get_payload_into, put_payload
-from cornplug.store.use_notes import NO_PAGE
-from cornplug.testing.store import key, present
+from cornplug.testing.store import contains, key_of
 
 from .conftest import eventually
 
@@ -34,7 +34,7 @@ def keep(store: PoolStore, name: int, size: int = 4096, segments: int = 1) -> st
         NewPayload(
             content(name, size),
             PayloadKind.EMBEDDING,
-            key=key(name),
+            key=key_of(name),
             dtype="uint8",
             shape=(size,),
             segments=segments,
@@ -51,7 +51,7 @@ def content(name: int, size: int = 4096) -> bytes:
 def read(store: PoolStore, name: int) -> bytes | None:
     """An entry's bytes; None for a miss, also for one that was damaged."""
     try:
-        found = get_payload(store, key(name), deadline_s=5)
+        found = get_payload(store, key_of(name), deadline_s=5)
     except CodecError:
         return None
     return None if found is None else bytes(found[1])
@@ -77,7 +77,7 @@ def test_read_unleased_needs_no_answer_of_the_daemon(connect: Connect, start_dae
     os.kill(daemon.pid, signal.SIGSTOP)
     target = bytearray(4096)
     assert read(other, 1) == content(1)
-    assert get_payload_into(other, key(1), memoryview(target), deadline_s=5) is not None
+    assert get_payload_into(other, key_of(1), memoryview(target), deadline_s=5) is not None
     assert target == content(1)
     assert read(other, 2) is None
 
@@ -92,19 +92,19 @@ def test_read_unleased_large_header_takes_a_lease(
     taken = leases_taken(store, monkeypatch)
     assert read(store, 1) == content(1)
     assert read(store, 2) == content(2)
-    assert taken == [key(1)]
+    assert taken == [key_of(1)]
 
 
 def test_read_unleased_client_without_a_page_takes_a_lease(
     connect: Connect, serve_in_thread: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornplug.store.use_notes.UseNotes.open", lambda notes: NO_PAGE)
+    monkeypatch.setattr("cornplug.store.entry_table.UseNotes.open_page", lambda notes: NO_NOTES_PAGE)
     serve_in_thread()
     store = connect()
     keep(store, 1)
     taken = leases_taken(store, monkeypatch)
     assert read(store, 1) == content(1)
-    assert taken == [key(1)]
+    assert taken == [key_of(1)]
 
 
 def test_read_unleased_entry_replaced_during_the_copy_is_asked_for(
@@ -114,18 +114,18 @@ def test_read_unleased_entry_replaced_during_the_copy_is_asked_for(
     serve_in_thread()
     store, other = connect(), connect()
     keep(store, 1)
-    verify = codec.verify
+    verify = codec.verify_checksums
 
     def while_copying(*arguments: object) -> None:
-        monkeypatch.setattr(payloads.codec, "verify", verify)
-        other.delete([key(1)], deadline_s=5)
+        monkeypatch.setattr(payloads.codec, "verify_checksums", verify)
+        other.delete([key_of(1)], deadline_s=5)
         keep(other, 1)
         verify(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(payloads.codec, "verify", while_copying)
+    monkeypatch.setattr(payloads.codec, "verify_checksums", while_copying)
     taken = leases_taken(store, monkeypatch)
     assert read(store, 1) == content(1)
-    assert taken == [key(1)]
+    assert taken == [key_of(1)]
     assert store.stat(deadline_s=5).hits == 1, "one read, counted once"
 
 
@@ -134,7 +134,7 @@ def test_read_unleased_target_of_another_size_is_an_error(connect: Connect, serv
     store = connect()
     keep(store, 1)
     with pytest.raises(ValueError, match="target has 100"):
-        get_payload_into(store, key(1), memoryview(bytearray(100)), deadline_s=5)
+        get_payload_into(store, key_of(1), memoryview(bytearray(100)), deadline_s=5)
 
 
 def test_read_unleased_beside_evictions_is_right_or_a_miss(connect: Connect, start_daemon: Start) -> None:
@@ -179,11 +179,11 @@ def test_read_unleased_damage_is_a_miss_never_wrong_bytes(
     for name in names:
         keep(store, name)
     table = server._table
-    first = table.shape.record_at(1)
+    first = table.shape.record_offset(1)
     for _ in range(40):
         if where != "arena":
             for _ in range(100):
-                table._bytes[source.randrange(first, table.shape.record_at(len(names) + 1))] ^= 1
+                table._bytes[source.randrange(first, table.shape.record_offset(len(names) + 1))] ^= 1
                 table._bytes[source.randrange(4096, first)] = source.randrange(256)
         if where != "table":
             raw = memoryview(store._link.connection.arena._map)  # type: ignore[union-attr]
@@ -202,10 +202,10 @@ def test_read_unleased_of_ended_daemon_is_right_or_no_store(
     keep(store, 1)
     daemon.send_signal(end)
     daemon.wait()
-    eventually(lambda: not store.connected)
+    eventually(lambda: not store.is_connected)
     start_daemon()
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
     assert read(store, 1) is None
-    assert present(store, 1) == b"\0"
+    assert contains(store, 1) == b"\0"
     keep(store, 1)
     assert read(store, 1) == content(1)

@@ -51,12 +51,12 @@ def faulty(store: MemoryStore) -> FaultyStore:
 
 @pytest.fixture(autouse=True)
 def original_weights() -> Iterator[None]:
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
     # Tests write their checkpoints while the "engine" runs.
     with mock.patch.object(engine_state, "file_clock_ns", return_value=2**63):
-        engine_state.begin()
+        engine_state.record_engine_start()
     yield
-    engine_state.current().note_replaced(False)
+    engine_state.current().mark_weights_unknown(False)
 
 
 def open_in(store: MemoryStore) -> tuple[int, int]:

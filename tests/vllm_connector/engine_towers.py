@@ -94,7 +94,7 @@ def run(name: str, config: VllmConfig, found: dict[str, torch.Tensor]) -> None:
         items = processed(config)
         inputs = MediaInputs(config)
         for i, (item, embedding) in enumerate(zip(items, embedded(config, items), strict=True)):
-            for field, tensor in inputs.of(SimpleNamespace(data=item, modality="image")).items():
+            for field, tensor in inputs.tower_inputs(SimpleNamespace(data=item, modality="image")).items():
                 data = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
                 found[f"{name}/{i}/{field}"] = data.reshape(tensor.shape)
             found[f"{name}/{i}/="] = embedding.contiguous()

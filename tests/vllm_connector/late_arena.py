@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
-from cornplug.vllm_connector.kv.metadata import MoveReports
-from cornplug.vllm_connector.kv_copies import device_checksums
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers
+from cornplug.vllm_connector.kv.metadata import TransferReports
+from cornplug.vllm_connector.kv_copies import arena_copies
+from cornplug.vllm_connector.kv_copies.arena_copies import BLOCK_BYTES, STATE_WORDS, ArenaCopies
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
-from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, STATE
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 from .late_device import LateDevice
@@ -31,8 +30,8 @@ class NumpyChecksums:
         with torch.utils._python_dispatch._disable_current_modes():
             words = data.flatten().view(torch.int64).numpy().view(np.uint64)
         blocks = words.reshape(-1, segment_bytes // BLOCK_BYTES, 16, 8)
-        keys = device_checksums._key_table().view(np.uint64)
-        acc = np.broadcast_to(keys[256:264], (len(blocks), STATE)).copy()
+        keys = arena_copies._key_table().view(np.uint64)
+        acc = np.broadcast_to(keys[256:264], (len(blocks), STATE_WORDS)).copy()
         low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
         for i in range(blocks.shape[1]):
             last = i == blocks.shape[1] - 1
@@ -68,10 +67,10 @@ class HostRanges:
 class EagerMemory(RegisteredMemory):
     """Registers in no time."""
 
-    def reaches(self, arena_id: bytes, end: int) -> bool:
-        super().reaches(arena_id, end)
+    def can_access(self, arena_id: bytes, end: int) -> bool:
+        super().can_access(arena_id, end)
         self._thread.submit(lambda: None).result()
-        return super().reaches(arena_id, end)
+        return super().can_access(arena_id, end)
 
 
 class BatchCopies:
@@ -123,20 +122,20 @@ def _unchanged(address: int, data: bytes) -> None:
 class LateArena:
     """The copies of a rank, and what they are made of."""
 
-    moves: ArenaMoves
+    moves: ArenaTransfers
     ranges: HostRanges
     out: ArenaCopies
     into: ArenaCopies
     out_batch: BatchCopies
     into_batch: BatchCopies
     out_device: LateDevice
-    rank: tuple[RankPages, MoveReports, CacheBlocks]
+    rank: tuple[RankPages, TransferReports, CacheBlocks]
     """Arguments of `open_arena` that the rank's worker passed."""
 
 
 def late_arena(
     pages: RankPages,
-    reports: MoveReports,
+    reports: TransferReports,
     blocks: CacheBlocks,
     *,
     sizes: BlockSizes,
@@ -153,9 +152,9 @@ def late_arena(
     )
     memory = EagerMemory(
         pages.store, ranges.register, ranges.unregister, lambda: None,
-        least_bytes=mmap.PAGESIZE, most_bytes=5 * mmap.PAGESIZE,
+        min_bytes=mmap.PAGESIZE, max_bytes=5 * mmap.PAGESIZE,
     )  # fmt: skip
-    moves = ArenaMoves(
+    moves = ArenaTransfers(
         pages, reports, memory, out, into, sizes=sizes,
         discard=lambda keys: pages.discard(keys, deadline_s=1),
     )  # fmt: skip

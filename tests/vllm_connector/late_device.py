@@ -32,7 +32,7 @@ class LateDevice(TorchDispatchMode):
         self.pageable = 0
         """Copies that PyTorch led through a temporary."""
 
-    # -- a `CopySide` -----------------------------------------------------------------
+    # -- a `CopyBackend` -----------------------------------------------------------------
 
     def enter_thread(self) -> None:
         return None
@@ -41,17 +41,17 @@ class LateDevice(TorchDispatchMode):
         return None
 
     @contextmanager
-    def after(self, mark: None) -> Iterator[None]:
+    def start_after(self, mark: None) -> Iterator[None]:
         with self:
             yield
 
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
             memory = torch.empty(tuple(shape), dtype=dtype)
         self.hosts.append(memory)
         return memory
 
-    def begun(self) -> int:
+    def record_end(self) -> int:
         self._ends += 1
         return self._ends
 
@@ -61,7 +61,7 @@ class LateDevice(TorchDispatchMode):
             happen()
         self.pending = [one for one in self.pending if one[0] >= end]
 
-    def done(self, end: int) -> bool:
+    def is_done(self, end: int) -> bool:
         """False at first."""
         if end not in self._asked:
             self._asked.add(end)
@@ -71,7 +71,7 @@ class LateDevice(TorchDispatchMode):
 
     def finish(self) -> None:
         """The stream has been waited for."""
-        self.wait(self.begun())
+        self.wait(self.record_end())
 
     def later(self, happen: Callable[[], Any]) -> None:
         self.pending.append((self._ends, happen))

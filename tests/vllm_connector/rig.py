@@ -246,7 +246,7 @@ _PARTS: Final = {
     "saves": (kv_scheduler, "PageSaves"),
     "idle": (kv_scheduler, "IdleSaves"),
     "identity": (tracked_requests, "CurrentIdentity"),
-    "adapters": (tracked_requests, "LaterAdapters"),
+    "adapters": (tracked_requests, "BackgroundLoraDigests"),
 }
 """Attribute of `Engine` -> class of which its connector makes one object."""
 
@@ -376,7 +376,7 @@ class Engine:
     @contextmanager
     def _patched(self, shard: int) -> Iterator[None]:
         with (
-            mock.patch.object(kv_connector, "runtime", side_effect=lambda extra: self._run()),
+            mock.patch.object(kv_connector, "get_runtime", side_effect=lambda extra: self._run()),
             mock.patch.object(tracked_requests, "kv_identity", self._identity),
             mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=shard),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=self.tp),
@@ -445,7 +445,7 @@ class Engine:
             return
 
         def copies(*args: Any, urgent: bool, **how: Any) -> BlockCopies:
-            late = BlockCopies(*args, direct=False, side=LateDevice(), **how)
+            late = BlockCopies(*args, direct=False, backend=LateDevice(), **how)
             if self.accelerator == "arena":
                 late.blocks.device = torch.device("cuda")
             return late

@@ -34,7 +34,7 @@ def saturated(*classes: ServiceClass, rate: float = 10.0, waiting: float = 5.0) 
     """One that has seen an engine with a queue give `rate` first tokens a second for ten seconds."""
     forecast = TtftForecast(classes)
     for second in range(11):
-        forecast.read(QueueReading(at_s=float(second), waiting=waiting, first_tokens=rate * second))
+        forecast.update(QueueReading(time_s=float(second), waiting=waiting, first_tokens=rate * second))
     return forecast
 
 
@@ -45,30 +45,30 @@ def likely(requests: float) -> float:
 def test_ttft_forecast_refuses_requests_past_deadline() -> None:
     forecast = saturated(PREMIUM, waiting=8)
     verdict = forecast.decide(PREMIUM, 10.0)
-    assert verdict.admitted
+    assert verdict.is_admitted
     assert verdict.wait_s == pytest.approx(likely(9) / 10)
     forecast = saturated(PREMIUM, waiting=15)
     verdict = forecast.decide(PREMIUM, 10.0)
     assert verdict.outcome == "overloaded"
     assert verdict.retry_after_s == pytest.approx(likely(16) / 10 - 2.0)
-    assert forecast.decide(PREMIUM, 10.0 + verdict.retry_after_s).admitted
+    assert forecast.decide(PREMIUM, 10.0 + verdict.retry_after_s).is_admitted
 
 
 def test_ttft_forecast_keeps_reserved_share_free() -> None:
     room = (math.sqrt(2.25 + 10 * 2.0) - 1.5) ** 2
     forecast = saturated(PREMIUM, BATCH, waiting=3)
     for _ in range(3):
-        forecast.enters(BATCH)
-    forecast.read(QueueReading(at_s=11.0, waiting=3, first_tokens=110))
+        forecast.record_sent(BATCH)
+    forecast.update(QueueReading(time_s=11.0, waiting=3, first_tokens=110))
     # Beside premium's half of the room, which nobody uses, there is place for the fourth.
     assert 3 + 1 + room / 2 < room < 5 + 1 + room / 2
-    assert forecast.decide(BATCH, 11.0).admitted
+    assert forecast.decide(BATCH, 11.0).is_admitted
     for _ in range(2):
-        forecast.enters(BATCH)
+        forecast.record_sent(BATCH)
     refused = forecast.decide(BATCH, 11.0)
     assert refused.outcome == "over_share"
     assert refused.retry_after_s == pytest.approx((5 + 1 + room / 2 - room) / 10)
-    assert forecast.decide(PREMIUM, 11.0).admitted
+    assert forecast.decide(PREMIUM, 11.0).is_admitted
 
 
 def test_ttft_forecast_impossible_deadline_takes_no_room() -> None:
@@ -76,16 +76,16 @@ def test_ttft_forecast_impossible_deadline_takes_no_room() -> None:
     absurd = ServiceClass(name="absurd", share=0.4, deadline_s=0.05)
     for other in (hasty, absurd):
         forecast = saturated(PREMIUM, other, waiting=4)
-        assert forecast.decide(PREMIUM, 10.0).admitted
+        assert forecast.decide(PREMIUM, 10.0).is_admitted
         assert forecast.decide(other, 10.0).outcome == "overloaded"
 
 
 def test_ttft_forecast_burst_between_readings_counts() -> None:
     forecast = saturated(PREMIUM, waiting=1)
-    forecast.read(QueueReading(at_s=11.0, waiting=0, first_tokens=110))
+    forecast.update(QueueReading(time_s=11.0, waiting=0, first_tokens=110))
     admitted = 0
-    while forecast.decide(PREMIUM, 11.0).admitted:
-        forecast.enters(PREMIUM)
+    while forecast.decide(PREMIUM, 11.0).is_admitted:
+        forecast.record_sent(PREMIUM)
         admitted += 1
         assert likely(admitted) <= 20
     assert likely(admitted + 1) > 20
@@ -94,19 +94,19 @@ def test_ttft_forecast_burst_between_readings_counts() -> None:
 def test_ttft_forecast_without_data_or_deadline_admits() -> None:
     assert TtftForecast([PREMIUM]).decide(PREMIUM, 0.0).outcome == "blind"
     fresh = TtftForecast([PREMIUM])
-    fresh.read(QueueReading(at_s=0.0, waiting=1000, first_tokens=0))
+    fresh.update(QueueReading(time_s=0.0, waiting=1000, first_tokens=0))
     assert fresh.decide(PREMIUM, 0.0).outcome == "admitted"
     promised_nothing = ServiceClass(name="free")
-    assert saturated(promised_nothing, waiting=1000).decide(promised_nothing, 10.0).admitted
+    assert saturated(promised_nothing, waiting=1000).decide(promised_nothing, 10.0).is_admitted
 
 
 def test_ttft_forecast_idle_engine_keeps_measured_rate() -> None:
     forecast = saturated(PREMIUM, waiting=10)
     for second in range(11, 60):
-        forecast.read(QueueReading(at_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
-    forecast.read(QueueReading(at_s=60.0, waiting=5, first_tokens=106))
+        forecast.update(QueueReading(time_s=float(second), waiting=0, first_tokens=100 + 0.1 * (second - 10)))
+    forecast.update(QueueReading(time_s=60.0, waiting=5, first_tokens=106))
     verdict = forecast.decide(PREMIUM, 60.0)
-    assert verdict.admitted
+    assert verdict.is_admitted
     assert verdict.wait_s == pytest.approx(likely(6) / 10)
 
 
@@ -123,13 +123,13 @@ def test_ttft_forecast_any_readings_bound_retry_after(
     for passed, waiting, first_tokens, act in steps:
         now += passed
         if act == 0:
-            forecast.read(QueueReading(at_s=now, waiting=waiting, first_tokens=first_tokens))
+            forecast.update(QueueReading(time_s=now, waiting=waiting, first_tokens=first_tokens))
         elif act == 1:
-            forecast.read(None)
+            forecast.update(None)
         for qos in (PREMIUM, BATCH):
             verdict = forecast.decide(qos, now)
-            if verdict.admitted:
-                forecast.enters(qos)
+            if verdict.is_admitted:
+                forecast.record_sent(qos)
             else:
                 assert verdict.retry_after_s is not None
                 assert 0 <= verdict.retry_after_s <= 60
@@ -161,21 +161,21 @@ def overload(
         if now > seconds:
             break
         if what == "read":
-            forecast.read(QueueReading(at_s=now, waiting=len(queue), first_tokens=first_tokens))
+            forecast.update(QueueReading(time_s=now, waiting=len(queue), first_tokens=first_tokens))
             at(now + 0.5, "read")
         elif what == "arrive":
             at(now + chance.expovariate(arrivals[value.name]), "arrive", value)
             counts = now >= warm_up
             tally[value.name]["offered"] += counts
-            if forecast.decide(value, now).admitted:
+            if forecast.decide(value, now).is_admitted:
                 tally[value.name]["admitted"] += counts
-                forecast.enters(value)
+                forecast.record_sent(value)
                 queue.append((value, now))
         else:
             qos, came = value
             busy = False
             first_tokens += 1
-            forecast.leaves(qos)
+            forecast.record_first_token(qos)
             tally[qos.name]["in_time"] += warm_up <= came >= now - qos.deadline_s
         if queue and not busy:
             busy = True
@@ -353,8 +353,8 @@ def test_admission_hanging_reading_delays_no_request(monkeypatch: pytest.MonkeyP
     from cornplug.vllm_connector import admission
 
     free = threading.Event()
-    monkeypatch.setattr(admission, "_READ_S", 0.05)
-    monkeypatch.setattr(admission, "_figures", lambda *_: free.wait(60) and None)
+    monkeypatch.setattr(admission, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(admission, "_read_queue_metrics", lambda *_: free.wait(60) and None)
 
     async def test() -> None:
         engine = Engine(QOS)
@@ -372,15 +372,15 @@ def test_admission_metrics_of_api_servers_are_combined(tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from prometheus_client import Gauge, Histogram\n"
-        "from cornplug.vllm_connector.admission import _figures, _meters\n"
+        "from cornplug.vllm_connector.admission import _create_metrics, _read_queue_metrics\n"
         "from prometheus_client import REGISTRY\n"
         "waiting = Gauge('vllm:num_requests_waiting', 'w', ['engine'], multiprocess_mode='mostrecent')\n"
         "ttft = Histogram('vllm:time_to_first_token_seconds', 't', ['engine'])\n"
         "waiting.labels('0').set(float(sys.argv[1]))\n"
         "for _ in range(int(sys.argv[2])):\n"
         "    ttft.labels('0').observe(0.1)\n"
-        "_meters(REGISTRY)[0].labels('premium', 'admitted').inc()\n"
-        "figures = _figures(None, lambda: 1.0)\n"
+        "_create_metrics(REGISTRY)[0].labels('premium', 'admitted').inc()\n"
+        "figures = _read_queue_metrics(None, lambda: 1.0)\n"
         "from prometheus_client import CollectorRegistry, multiprocess\n"
         "together = CollectorRegistry()\n"
         "multiprocess.MultiProcessCollector(together)\n"

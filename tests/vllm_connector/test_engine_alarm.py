@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm, _run_busy_loop
+from cornplug.vllm_connector.cpu_use import WAKE_TIMER, WakeTimer, _run_busy_loop
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def rung() -> queue.Queue[float]:
 
 
 @pytest.fixture
-def alarm(rung: queue.Queue[float]) -> Iterator[EngineAlarm]:
-    alarm = EngineAlarm()
+def alarm(rung: queue.Queue[float]) -> Iterator[WakeTimer]:
+    alarm = WakeTimer()
     alarm.bind(lambda: rung.put(time.monotonic()))
     yield alarm
     alarm.bind(None)
@@ -30,22 +30,20 @@ def threads() -> int:
     return sum(thread.name == "cornplug-alarm" for thread in threading.enumerate())
 
 
-def test_engine_alarm_rings_once_and_not_before_its_time(
-    alarm: EngineAlarm, rung: queue.Queue[float]
-) -> None:
+def test_engine_alarm_rings_once_and_not_before_its_time(alarm: WakeTimer, rung: queue.Queue[float]) -> None:
     began = time.monotonic()
-    assert alarm.set(0.05)
+    assert alarm.schedule(0.05)
     assert rung.get(timeout=10) >= began + 0.05
-    assert alarm.set(0.01)
+    assert alarm.schedule(0.01)
     rung.get(timeout=10)
     with pytest.raises(queue.Empty):
         rung.get(timeout=0.3)
 
 
-def test_engine_alarm_set_again_is_put_off(alarm: EngineAlarm, rung: queue.Queue[float]) -> None:
+def test_engine_alarm_set_again_is_put_off(alarm: WakeTimer, rung: queue.Queue[float]) -> None:
     # Longer than a pause of the machine: none of them rings meanwhile.
     for _ in range(5):
-        assert alarm.set(3.0)
+        assert alarm.schedule(3.0)
         time.sleep(0.02)
     last = time.monotonic()
     assert threads() == 1
@@ -53,11 +51,11 @@ def test_engine_alarm_set_again_is_put_off(alarm: EngineAlarm, rung: queue.Queue
     assert rung.empty()
 
 
-def test_engine_alarm_without_a_loop_says_so(alarm: EngineAlarm, rung: queue.Queue[float]) -> None:
-    assert not EngineAlarm().set(0.01)
-    assert alarm.set(2.0)
+def test_engine_alarm_without_a_loop_says_so(alarm: WakeTimer, rung: queue.Queue[float]) -> None:
+    assert not WakeTimer().schedule(0.01)
+    assert alarm.schedule(2.0)
     alarm.bind(None)
-    assert not alarm.set(0.01)
+    assert not alarm.schedule(0.01)
     with pytest.raises(queue.Empty):
         rung.get(timeout=2.2)
 
@@ -74,23 +72,23 @@ def test_engine_alarm_wakes_vllms_loop(core_class: type[EngineCoreProc]) -> None
     core.aborts_queue, core.process_input_queue_block = queue.Queue(), True
 
     def loop(core: EngineCoreProc) -> str:
-        assert ALARM.set(0.01)
+        assert WAKE_TIMER.schedule(0.01)
         core._process_input_queue()
         return "stepped"
 
     assert _run_busy_loop(loop, core) == "stepped"
-    assert not ALARM.set(0.01)
+    assert not WAKE_TIMER.schedule(0.01)
 
 
 @pytest.mark.parametrize("running", [True, False])
 def test_engine_alarm_knows_when_replicas_compute_in_step(running: bool) -> None:
     core = DPEngineCoreProc.__new__(DPEngineCoreProc)
     core.engines_running = running
-    assert _run_busy_loop(lambda core: ALARM.replicas_wait(), core) == running
-    assert not ALARM.replicas_wait()
+    assert _run_busy_loop(lambda core: WAKE_TIMER.has_waiting_replicas(), core) == running
+    assert not WAKE_TIMER.has_waiting_replicas()
 
 
 def test_engine_alarm_replica_of_a_dense_model_waits_for_nobody() -> None:
     core = EngineCoreProc.__new__(EngineCoreProc)
     core.engines_running = True
-    assert not _run_busy_loop(lambda core: ALARM.replicas_wait(), core)
+    assert not _run_busy_loop(lambda core: WAKE_TIMER.has_waiting_replicas(), core)

@@ -38,7 +38,7 @@ def test_tower_audio_embeddings_equal_vllm(tmp_path: Path) -> None:
     made, ours = {}, {}
     for name, path in models.items():
         checkpoint = Checkpoint.open(str(path))
-        architecture, cpu = towers.architecture(checkpoint.family), torch.device("cpu")
+        architecture, cpu = towers.find_architecture(checkpoint.family), torch.device("cpu")
         tower = architecture.load_tower(checkpoint, torch.float32, cpu)
         projector = architecture.load_projector(checkpoint, torch.float32, cpu)
         extractor = towers.feature_extractor(checkpoint)

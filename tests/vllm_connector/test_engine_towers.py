@@ -81,7 +81,7 @@ def test_vllm_embeddings_without_language_model_are_those_with_it(
 
 def halves(folder: Path) -> tuple[Tower, Projector]:
     checkpoint = Checkpoint.open(str(folder))
-    architecture = towers.architecture(checkpoint.family)
+    architecture = towers.find_architecture(checkpoint.family)
     cpu = torch.device("cpu")
     return (
         architecture.load_tower(checkpoint, torch.float32, cpu),

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from cornplug.checkpoints.tested_releases import VersionRange
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.vllm_connector import flags, plugin
 from cornplug.vllm_connector import runtime as runtime_module
@@ -85,8 +85,8 @@ def test_flags_configs_equal_golden_file() -> None:
 
 def test_flags_all_reach_their_settings() -> None:
     extra = produced(*ALL)["kv"]["kv_connector_extra_config"]
-    config = settings(extra)
-    assert set(extra) == {setting for setting, _ in flags.SETTINGS.values()}
+    config = load_settings(extra)
+    assert set(extra) == {setting for setting, _ in flags.SHARED_FLAGS.values()}
     assert config.engine.app == "chat"
     assert config.store.socket == Path("/run/s.sock")
     assert config.store.size_bytes == 1 << 30
@@ -165,7 +165,7 @@ def test_flags_wrong_value_error_names_field(args: list[str], field: str) -> Non
 @pytest.mark.parametrize("extra", [{"app": "x"}, {"engine.apps": "x"}, {"motor.app": "x"}])
 def test_settings_unknown_key_error_names_it(extra: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as error:
-        settings(extra)
+        load_settings(extra)
     assert error.value.field == next(iter(extra))
 
 
@@ -194,9 +194,9 @@ def test_runtime_of_equal_settings_is_shared(short_path: Path, monkeypatch: pyte
     monkeypatch.setattr(runtime_module, "_runtimes", {})
     monkeypatch.setenv("CORNPLUG_STORE_AUTOSTART", "false")
     extra = {"store.socket": str(short_path / "s"), "store.secret_file": str(short_path / "secret")}
-    first = runtime_module.runtime(extra)
+    first = runtime_module.get_runtime(extra)
     try:
-        assert runtime_module.runtime(dict(reversed(extra.items()))) is first
+        assert runtime_module.get_runtime(dict(reversed(extra.items()))) is first
         assert first.app == "default"
         assert first.secret == (short_path / "secret").read_bytes()
         assert first.deadline_s < first.background_timeout_s
@@ -210,7 +210,7 @@ def test_runtime_without_secret_shares_nothing(
     """A home that cannot be written to, an arbitrary user: nothing is shared, and that is all."""
     (short_path / "home").write_text("no folder")
     monkeypatch.setattr(runtime_module, "_runtimes", {})
-    off = runtime_module.runtime({"store.secret_file": str(short_path / "home" / "secret")})
+    off = runtime_module.get_runtime({"store.secret_file": str(short_path / "home" / "secret")})
     assert "shares nothing: store.secret_file" in caplog.text
     with pytest.raises(StoreUnavailable, match=r"store\.secret_file") as e:
         off.store.contains([bytes(32)], deadline_s=1)
@@ -221,10 +221,10 @@ def test_runtime_without_secret_shares_nothing(
 def test_runtime_in_untested_vllm_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_state", {"registered": False})
     with (
-        mock.patch.object(VersionRange, "installed", return_value="0.99.0"),
+        mock.patch.object(VersionRange, "installed_version", return_value="0.99.0"),
         pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is outside the tested range"),
     ):
-        runtime_module.runtime({})
+        runtime_module.get_runtime({})
 
 
 @pytest.mark.more  # vLLM looks at a model class in a process of its own: 10 s each

@@ -43,8 +43,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_register_repeated_wraps_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
-    assert plugin.registered()
-    assert plugin.why_not() == ""
+    assert plugin.is_registered()
+    assert plugin.disabled_reason() == ""
     once = EngineArgs.__dict__["from_cli_args"]
     plugin.register()
     monkeypatch.setattr(plugin, "_state", {"registered": False})
@@ -60,14 +60,14 @@ def test_register_in_untested_vllm_logs_one_line(
     fresh: None, version: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        mock.patch.object(VersionRange, "installed", return_value=version),
+        mock.patch.object(VersionRange, "installed_version", return_value=version),
         caplog.at_level(logging.DEBUG, "vllm.cornplug"),
     ):
         logging.getLogger("vllm.cornplug").addHandler(caplog.handler)
         plugin.register()
         logging.getLogger("vllm.cornplug").removeHandler(caplog.handler)
-    assert not plugin.registered()
-    assert "outside the tested range >=0.32,<0.34" in plugin.why_not()
+    assert not plugin.is_registered()
+    assert "outside the tested range >=0.32,<0.34" in plugin.disabled_reason()
     assert len({r.message for r in caplog.records}) == 1
 
 
@@ -77,7 +77,7 @@ def unregistered(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("add_cli_args", "from_cli_args", "create_engine_config"):
         raw = EngineArgs.__dict__[name]
         function = getattr(raw, "__func__", raw)
-        plain = getattr(function, compat._MARK, function)
+        plain = getattr(function, compat._ORIGINAL_ATTRIBUTE, function)
         kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else (lambda found: found)
         monkeypatch.setattr(EngineArgs, name, kind(plain))
 
@@ -133,8 +133,10 @@ def test_register_in_untested_vllm_runs_it_as_stock(
     unregistered: None, caplog: pytest.LogCaptureFixture, line: list[str], left: str | None, fault: str
 ) -> None:
     """The command line of an upgraded image starts the engine, and the log says why nothing is shared."""
-    version = mock.patch.object(VersionRange, "installed", return_value="0.34.0")
-    lacking = mock.patch.object(plugin, "_seams", return_value=[("vllm.engine.arg_utils", "Gone.f", repr)])
+    version = mock.patch.object(VersionRange, "installed_version", return_value="0.34.0")
+    lacking = mock.patch.object(
+        plugin, "_all_wrappers", return_value=[("vllm.engine.arg_utils", "Gone.f", repr)]
+    )
     logging.getLogger("vllm.cornplug").addHandler(caplog.handler)
     try:
         with version if fault == "version" else lacking:
@@ -151,12 +153,12 @@ def test_register_in_untested_vllm_runs_it_as_stock(
 def test_register_with_missing_method_gives_reason(fresh: None) -> None:
     with mock.patch.object(compat, "wrap", side_effect=AttributeError("no such method")):
         plugin.register()
-    assert not plugin.registered()
-    assert "no such method" in plugin.why_not()
+    assert not plugin.is_registered()
+    assert "no such method" in plugin.disabled_reason()
 
 
 def test_vllm_installed_version_is_supported() -> None:
-    assert compat.SUPPORTED_VERSIONS.refusal() == ""
+    assert compat.SUPPORTED_VERSIONS.explain_mismatch() == ""
 
 
 # -- wrap -------------------------------------------------------------------------------------
@@ -257,27 +259,27 @@ def test_collective_rpc_other_call_ends_sharing(method: Any) -> None:
     core = Core()
     core.collective_rpc(method, None, (1,))
     assert core.calls == [(method, None, (1,), None)]
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize("method", ["add_lora", "profile", "synchronize_device", "reset_mm_cache", "wake_up"])
 def test_collective_rpc_harmless_call_keeps_sharing(method: str) -> None:
     Core().collective_rpc(method)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 def test_collective_rpc_at_start_keeps_sharing() -> None:
     Core(started=False).collective_rpc("load_model")
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize(("args", "ends"), [((), False), ((1,), False), ((2,), True), ((3,), True)])
 def test_sleep_discarding_weights_ends_sharing(args: tuple[int, ...], ends: bool) -> None:
     Core().sleep(*args)
-    assert weights_guard.replaced() is ends
-    engine_state.current().note_replaced(False)
+    assert weights_guard.has_replaced_weights() is ends
+    engine_state.current().mark_weights_unknown(False)
     Core().sleep(level=args[0] if args else 1)
-    assert weights_guard.replaced() is ends
+    assert weights_guard.has_replaced_weights() is ends
 
 
 def test_weight_updates_harmless_names_exist_in_vllm() -> None:
@@ -315,11 +317,11 @@ def test_lora_digests_follow_adapter_content(tmp_path: Path) -> None:
 
 def tallied() -> Tally:
     tally = Tally()
-    tally.count("cornplug_hits_total", "chat", "kv_page", "store", by=3)
+    tally.count("cornplug_hits_total", "chat", "kv_page", "store", amount=3)
     tally.count("cornplug_misses_total", "chat", "embedding", "evicted")
-    tally.count("cornplug_bytes_total", "chat", "kv_page", "load", by=1000)
+    tally.count("cornplug_bytes_total", "chat", "kv_page", "load", amount=1000)
     tally.count("cornplug_saves_total", "chat", "kv_page", "stored")
-    tally.count("cornplug_saved_tokens_total", "chat", by=128)
+    tally.count("cornplug_saved_tokens_total", "chat", amount=128)
     tally.count("cornplug_saved_tower_passes_total", "chat")
     tally.observe("cornplug_wait_seconds", 0.004, "chat", "kv_page")
     tally.observe("cornplug_wait_seconds", 0.2, "chat", "kv_page")
@@ -344,7 +346,7 @@ def test_stats_of_both_connectors_share_registry(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(prom, "_histogram_cls", staticmethod(histogram))
     kv = KVConnectorProm(config, ["model_name", "engine"], labels)  # type: ignore[arg-type]
     ec = ECConnectorProm(config, ["model_name", "engine"], labels)  # type: ignore[arg-type]
-    kv_stats, ec_stats = stats.drained_kv(tallied()), stats.drained_ec(tallied())
+    kv_stats, ec_stats = stats.drain_kv(tallied()), stats.drain_ec(tallied())
     assert kv_stats is not None
     assert ec_stats is not None
     kv.observe(kv_stats.data, 0)
@@ -362,7 +364,7 @@ def test_stats_of_both_connectors_share_registry(monkeypatch: pytest.MonkeyPatch
 
 
 def test_stats_aggregate_adds_and_reset_empties() -> None:
-    first, second = stats.drained_kv(tallied()), stats.drained_kv(tallied())
+    first, second = stats.drain_kv(tallied()), stats.drain_kv(tallied())
     assert first is not None
     assert second is not None
     total = CornplugConnector.build_kv_connector_stats()
@@ -380,8 +382,8 @@ def test_stats_aggregate_adds_and_reset_empties() -> None:
     assert first.reduce()["hits{kv_page,store}"] == 3, "what was added is as it was"
     total.reset()
     assert total.is_empty()
-    assert stats.drained_kv(Tally()) is None
-    assert stats.drained_ec(Tally()) is None
+    assert stats.drain_kv(Tally()) is None
+    assert stats.drain_ec(Tally()) is None
     assert CornplugECConnector.build_ec_connector_stats({}) is not None
 
 
@@ -390,7 +392,7 @@ def test_stats_appear_in_log_line_of_vllm() -> None:
         kv_connector="CornplugConnector", kv_connector_module_path=None, is_kv_transfer_instance=True
     )
     log = KVConnectorLogging(config)  # type: ignore[arg-type]
-    found = stats.drained_kv(tallied())
+    found = stats.drain_kv(tallied())
     assert found is not None
     log.observe(found.data)
     lines: list[str] = []

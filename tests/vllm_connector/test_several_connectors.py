@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from cornplug.config import EMBEDDINGS_BY_VALUE
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.several_connectors import has_ours, our_settings, with_offloading
+from cornplug.vllm_connector.flags import add_offloading, has_ours, our_settings
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve
 
@@ -96,7 +96,7 @@ def test_with_offloading_other_backend_is_its_connector(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", variable)
     ours = KVTransferConfig(kv_connector="CornplugConnector", kv_role="kv_both")
-    assert names(with_offloading(ours, 1, backend)) == [connector, "CornplugConnector"]
+    assert names(add_offloading(ours, 1, backend)) == [connector, "CornplugConnector"]
 
 
 def test_flags_offloading_size_beside_several_is_first(model: Path) -> None:

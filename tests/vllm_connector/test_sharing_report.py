@@ -13,7 +13,7 @@ import pytest
 
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import VLLM
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, verdicts_of
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, decode_verdicts
 from devkit import checkpoints, vllm_beds
 from devkit.quantised import with_kv_scales
 
@@ -29,31 +29,31 @@ from vllm.model_executor.models import registry
 from vllm.plugins import load_general_plugins
 registry._run_in_subprocess = lambda look: look()
 load_general_plugins()
-from cornplug.sharing_verdict import last_line
+from cornplug.sharing_verdict import encode_verdicts
 from cornplug.vllm_connector.sharing_report import describe
 exact = ["--dtype", "float32"]  # vLLM makes bfloat16 of a float32 checkpoint
 for model in sys.argv[1:]:
-    print(last_line(describe(model, exact if model == sys.argv[2] else [])))
+    print(encode_verdicts(describe(model, exact if model == sys.argv[2] else [])))
 for flags in {flags}:
-    print(last_line(describe(sys.argv[1], flags.split())))
+    print(encode_verdicts(describe(sys.argv[1], flags.split())))
 draft = '{"method":"draft_model","num_speculative_tokens":2,"model":"%s"}' % sys.argv[1]
-print(last_line(describe(sys.argv[1], ["--speculative-config", draft])))
+print(encode_verdicts(describe(sys.argv[1], ["--speculative-config", draft])))
 eagle = '{"method":"eagle","num_speculative_tokens":2,"model":"%s-eagle"}' % sys.argv[1]
-print(last_line(describe(sys.argv[1], ["--speculative-config", eagle])))
+print(encode_verdicts(describe(sys.argv[1], ["--speculative-config", eagle])))
 windowed = sys.argv[1] + "-windowed"
 for method, draft in ("eagle3", "head"), ("draft_model", "unlike"):
     found = '{"method":"%s","num_speculative_tokens":2,"model":"%s-%s"}' % (method, windowed, draft)
-    print(last_line(describe(windowed, ["--speculative-config", found])))
-print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
-print(last_line(describe(sys.argv[2], [*exact, "--mm-encoder-only"])))
-print(last_line(describe(sys.argv[2], [*exact, "--enable-scale-out"])))
+    print(encode_verdicts(describe(windowed, ["--speculative-config", found])))
+print(encode_verdicts(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
+print(encode_verdicts(describe(sys.argv[2], [*exact, "--mm-encoder-only"])))
+print(encode_verdicts(describe(sys.argv[2], [*exact, "--enable-scale-out"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
-print(last_line(describe(sys.argv[2])))
+print(encode_verdicts(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
-print(last_line(describe(sys.argv[1])))
+print(encode_verdicts(describe(sys.argv[1])))
 del os.environ["CORNPLUG_ENGINE_SHARE_KV"]
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-print(last_line(describe(sys.argv[1])))
+print(encode_verdicts(describe(sys.argv[1])))
 """
 
 _DRAFTS = '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
@@ -84,10 +84,10 @@ _SOME = """
 import sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from cornplug.sharing_verdict import last_line
+from cornplug.sharing_verdict import encode_verdicts
 from cornplug.vllm_connector.sharing_report import describe
 for model in sys.argv[1:]:
-    print(last_line(describe(model, ["--dtype", "float32"])))
+    print(encode_verdicts(describe(model, ["--dtype", "float32"])))
 """
 
 
@@ -101,7 +101,7 @@ def run(program: str, *arguments: str, python: str = sys.executable) -> list[Sai
     )
     assert done.returncode == 0, done.stderr
     lines = (line for line in done.stdout.splitlines() if line.startswith("["))
-    return [{verdict.what: verdict for verdict in verdicts_of(line)} for line in lines]
+    return [{verdict.what: verdict for verdict in decode_verdicts(line)} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_sharing_report_server_of_rendered_requests_has_a_remedy(said: Mapping[s
 
 def test_sharing_report_doctor_asks_for_it(text: Path, said: Mapping[str, Said]) -> None:
     assert run(VLLM.model_probe, str(text)) == [said["text"]]
-    (finding,) = engine_checks.shared_of(VLLM, str(text), ["--no-such-flag"])
+    (finding,) = engine_checks.check_sharing(VLLM, str(text), ["--no-such-flag"])
     assert (finding.status, "unrecognized arguments: --no-such-flag" in finding.what) == ("fail", True)
 
 

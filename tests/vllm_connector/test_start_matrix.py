@@ -150,7 +150,7 @@ def test_connector_config_of_encoder_alone_is_a_producer_without_kv(
     config = configured(model("vl"), "--mm-tensor-ipc torch_shm", *ours)
     assert config.kv_transfer_config is None
     assert config.ec_transfer_config.ec_role == "ec_producer"
-    assert "encoder" in connector_config.why_not()
+    assert "encoder" in connector_config.kv_refusal()
     mm_config = config.model_config.multimodal_config
     assert mm_config.mm_encoder_only
     assert not mm_config.enable_mm_embeds
@@ -224,5 +224,6 @@ def test_kv_impossible_backend_without_connector_is_named() -> None:
         attention_config=SimpleNamespace(backend=backend),
     )
     assert (
-        connector_config.kv_impossible(config) == "attention backend ROCM_ATTN does not support KV connectors"
+        connector_config.kv_connector_problem(config)
+        == "attention backend ROCM_ATTN does not support KV connectors"
     )

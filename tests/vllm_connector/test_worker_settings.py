@@ -14,10 +14,9 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from cornplug.config import Config
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.flags import transfer_configs
-from cornplug.vllm_connector.several_connectors import our_settings
+from cornplug.vllm_connector.flags import our_settings, transfer_configs
 from devkit import checkpoints
 from devkit.vllm_cli import parse_serve
 
@@ -62,7 +61,7 @@ def engine_settings(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
     monkeypatch.setenv("CORNPLUG_STORE_DISK_PATH", "disk")
     monkeypatch.setenv("CORNPLUG_ENCODER_ENGINE_URLS", "http://a:8750#3,http://b:8750")
     monkeypatch.setenv("CORNPLUG_ENGINE_PAGE_TOKENS", "128")
-    return settings({"engine.app": "chat"})
+    return load_settings({"engine.app": "chat"})
 
 
 @pytest.mark.parametrize("beside", [[], ["--kv-transfer-config", BESIDE]])
@@ -74,7 +73,7 @@ def test_worker_without_environment_has_engine_settings(
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.chdir("/")
-    found = [settings(extra) for extra in extras(pickle.loads(sent))]
+    found = [load_settings(extra) for extra in extras(pickle.loads(sent))]
     wanted = engine_settings.model_dump(exclude=NOT_THE_ENGINES)
     assert [one.model_dump(exclude=NOT_THE_ENGINES) for one in found] == [wanted, wanted]
     assert b"do not tell" not in sent, "a worker needs no key of the service"
@@ -89,7 +88,7 @@ def test_config_object_of_two_engines_keeps_its_settings(
         args = AsyncEngineArgs(model=str(model), max_model_len=64, kv_transfer_config=kv)
         extra = our_settings(args.create_engine_config().kv_transfer_config)
         assert extra is not None
-        assert settings(extra).engine.page_tokens == tokens
+        assert load_settings(extra).engine.page_tokens == tokens
 
 
 def test_worker_with_another_environment_has_engine_settings(
@@ -102,7 +101,9 @@ def test_worker_with_another_environment_has_engine_settings(
     monkeypatch.setenv("CORNPLUG_STORE_DISK_SIZE_BYTES", "1GiB")
     monkeypatch.setenv("CORNPLUG_ENGINE_PAGE_TOKENS", "none")
     wanted = engine_settings.model_dump(exclude=NOT_THE_ENGINES)
-    assert [settings(extra).model_dump(exclude=NOT_THE_ENGINES) for extra in extras(config)] == [wanted] * 2
+    assert [load_settings(extra).model_dump(exclude=NOT_THE_ENGINES) for extra in extras(config)] == [
+        wanted
+    ] * 2
 
 
 @pytest.mark.more  # its process imports vLLM
@@ -113,10 +114,10 @@ def test_worker_process_connects_to_engines_store(model: Path, short_path: Path)
     code = (
         "import pickle, sys\n"
         "from cornplug.vllm_connector import plugin; plugin.register()\n"
-        "from cornplug.vllm_connector.runtime import runtime\n"
+        "from cornplug.vllm_connector.runtime import get_runtime\n"
         "config = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "kv = runtime(config.kv_transfer_config.kv_connector_extra_config)\n"
-        "ec = runtime(config.ec_transfer_config.ec_connector_extra_config)\n"
+        "kv = get_runtime(config.kv_transfer_config.kv_connector_extra_config)\n"
+        "ec = get_runtime(config.ec_transfer_config.ec_connector_extra_config)\n"
         "print(kv is ec, kv.config.store.socket, kv.app)\n"
     )
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -125,4 +126,4 @@ def test_worker_process_connects_to_engines_store(model: Path, short_path: Path)
         capture_output=True, text=True, env=env, cwd="/", timeout=300, check=False,
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
-    assert out.stdout.splitlines()[-1] == f"True {settings(extras(config)[0]).store.socket} chat"
+    assert out.stdout.splitlines()[-1] == f"True {load_settings(extras(config)[0]).store.socket} chat"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from cornplug.checkpoints.families import internvl, llava, qwen_vl, whisper
+from cornplug.checkpoints.families import llava, qwen_vl, whisper
 from cornplug.checkpoints.families.family import (
     Json,
     Modality,
@@ -24,7 +24,7 @@ from cornplug.checkpoints.families.family import (
 
 __all__ = ["FAMILIES", "Json", "Modality", "ModelFamily", "Part", "Spec", "unusual_classes", "without_inert"]
 
-_ALL: Final = (*internvl.FAMILIES, *llava.FAMILIES, *qwen_vl.FAMILIES, *whisper.FAMILIES)
+_ALL: Final = (*llava.FAMILIES, *qwen_vl.FAMILIES, *whisper.FAMILIES)
 FAMILIES: Final[Mapping[str, ModelFamily]] = MappingProxyType(
     {family.name: family for family in sorted(_ALL, key=lambda family: family.name)}
 )

@@ -37,7 +37,7 @@ vision_end_token_id vision_start_token_id vision_token_id
 """
 _INERT: Final = frozenset(_INERT_WORDS.split())
 
-_INERT_WHERE_OFF: Final = frozenset(
+_INERT_WHEN_OFF: Final = frozenset(
     {"add_cross_attention", "auto_map", "is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}
 )
 """Fields that transformers 4 writes even for a disabled feature. A disabled feature has no effect."""
@@ -45,7 +45,7 @@ _INERT_WHERE_OFF: Final = frozenset(
 
 def without_inert(config: Json) -> Spec:
     """Return the config without names, token ids, and fields that affect only training or sampling."""
-    return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHERE_OFF)}
+    return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHEN_OFF)}
 
 
 # `model_type` -> `architectures` for which engines run the usual class of this `model_type`.
@@ -91,7 +91,7 @@ class BaseCheckpoint:
     """Model part that may be in another checkpoint, whose name is in config.json."""
 
     part: Part
-    name: Callable[[Json], str | None]
+    name_in_config: Callable[[Json], str | None]
     """Function that returns the other checkpoint's name (folder or hub id) from config.json, or None if the
     part is in this checkpoint."""
     prefixes: tuple[str, ...]
@@ -203,7 +203,7 @@ _PIXEL_DEFAULTS: Final[Json] = {
     "do_convert_rgb": True,
     "data_format": "channels_first",
 }
-_NO_PIXELS: Final = frozenset(
+_NON_PIXEL_FIELDS: Final = frozenset(
     {
         "_processor_class",
         "_valid_processor_keys",
@@ -228,7 +228,7 @@ def pixel_spec(
         type_field: field in which a processor of this modality stores its class.
     """
     # transformers writes null if a field has the class's default.
-    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_PIXELS}
+    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NON_PIXEL_FIELDS}
     library = _pixel_library(given.pop("backend", None), given.pop("use_fast", None))
     if given.get("device") == "cpu":
         del given["device"]
@@ -256,7 +256,7 @@ def _has_torchvision() -> bool:
     return importlib.util.find_spec("torchvision") is not None
 
 
-def known_sides(spec: Spec) -> Spec:
+def drop_null_sides(spec: Spec) -> Spec:
     """Remove null values from `size` and `crop_size`, which transformers 5 writes explicitly."""
     for name in ("size", "crop_size"):
         if isinstance(spec.get(name), Mapping):
@@ -281,7 +281,7 @@ USUAL_NUMERIC_CLASS: Final = "any"
 """Numeric class of a process that sets none of these variables."""
 
 
-def this_numeric_class() -> str:
+def current_numeric_class() -> str:
     """Return the numeric class of this process. Processes of the same class compute the same embeddings."""
     given = {name: os.environ[name] for name in PRECISION_VARIABLES if os.environ.get(name)}
     return f"{USUAL_NUMERIC_CLASS} {json.dumps(given, sort_keys=True)}" if given else USUAL_NUMERIC_CLASS

@@ -68,17 +68,17 @@ _OTHER_PROCESSORS: Final[Mapping[Modality, frozenset[str]]] = {
     "audio": frozenset({"image_processor", "video_processor", "video_preprocessor_config.json"}),
 }
 """Fields of processor_config.json, and a file, that only other modalities use, by modality."""
-_TYPES: Final[Mapping[Modality, str]] = {
+_TYPE_FIELDS: Final[Mapping[Modality, str]] = {
     "image": "image_processor_type",
     "video": "video_processor_type",
     "audio": "feature_extractor_type",
 }
-NESTED: Final = "thinker_config"
+NESTED_CONFIG_FIELD: Final = "thinker_config"
 """Field of config.json that contains the towers' and decoder's configs in models that also generate
 speech."""
 
 
-def is_decoder(name: str) -> bool:
+def is_decoder_tensor(name: str) -> bool:
     """Return whether a tensor with this published name belongs to the decoder or its head.
 
     Tensors of a decoder with other names count as part of the tower, so the identity depends on them.
@@ -86,7 +86,7 @@ def is_decoder(name: str) -> bool:
     return _DECODER.search(name) is not None
 
 
-def is_of_other(name: str, modality: Modality) -> bool:
+def is_other_modality(name: str, modality: Modality) -> bool:
     """Return whether a tensor belongs to another modality's tower.
 
     `name` is the name of the tensor, or of a module followed by a dot.
@@ -100,21 +100,21 @@ def generic_family(config: Json, processors: Mapping[Modality, Json]) -> ModelFa
     `processors` is the JSON of each modality's processor.
     """
     name = config.get("model_type")
-    taken = tuple(m for m, field in _TYPES.items() if field in processors[m])
+    taken = tuple(m for m, field in _TYPE_FIELDS.items() if field in processors[m])
     # The JSON of old image processors also has the feature extractor's field.
     if "audio" in taken and "audio" not in json.dumps(config):
         taken = tuple(m for m in taken if m != "audio")
     if not isinstance(name, str) or not {"image", "audio"} & set(taken):
         return None
-    return _named(name, taken)
+    return _build_family(name, taken)
 
 
 @cache
-def _named(name: str, taken: tuple[Modality, ...]) -> ModelFamily:
+def _build_family(name: str, modalities: tuple[Modality, ...]) -> ModelFamily:
     return ModelFamily(
         name=name,
         tower_class="generic:GenericArchitecture",
-        inputs=dict.fromkeys(taken, ()),
+        inputs=dict.fromkeys(modalities, ()),
         tower_prefixes=(),
         projector_prefixes=(),
         language_model_prefixes=(),
@@ -122,28 +122,35 @@ def _named(name: str, taken: tuple[Modality, ...]) -> ModelFamily:
         tower_spec=_tower,
         projector_spec=lambda config: {},
         preprocess_spec=dict,
-        other_preprocess_specs=dict.fromkeys(taken[1:], dict),
-        before_cut=lambda config, tensor: not is_decoder(tensor),
-        config_of=_config_of,
-        reaches=lambda tensor, modality: not is_of_other(tensor, modality),
+        other_preprocess_specs=dict.fromkeys(modalities[1:], dict),
+        before_cut=lambda config, tensor: not is_decoder_tensor(tensor),
+        config_of=_config_for_modality,
+        reaches=lambda tensor, modality: not is_other_modality(tensor, modality),
         generic=True,
     )
 
 
-def _config_of(config: Json, modality: Modality) -> Json:
+def _config_for_modality(config: Json, modality: Modality) -> Json:
     other = _OTHER_CONFIG[modality]
     kept = {k: v for k, v in config.items() if not (k == other and isinstance(v, Mapping))}
-    nested = kept.get(NESTED)
-    return kept | {NESTED: _config_of(nested, modality)} if isinstance(nested, Mapping) else kept
+    nested = kept.get(NESTED_CONFIG_FIELD)
+    return (
+        kept | {NESTED_CONFIG_FIELD: _config_for_modality(nested, modality)}
+        if isinstance(nested, Mapping)
+        else kept
+    )
 
 
 def _tower(config: Json) -> Spec:
     # Include the decoder's config, because some families scale embeddings by the decoder's width.
-    return {"config": {k: v for k, v in config.items() if k not in _UNREAD_CONFIG}, "code": _versions()}
+    return {
+        "config": {k: v for k, v in config.items() if k not in _UNREAD_CONFIG},
+        "code": _package_versions(),
+    }
 
 
 @cache
-def _versions() -> Spec:
+def _package_versions() -> Spec:
     found: Spec = {}
     for package in _CODE:
         try:

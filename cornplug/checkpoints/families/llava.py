@@ -1,11 +1,14 @@
-"""Families whose tower is CLIP or SigLIP: LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision and Gemma 3.
+"""Families whose tower is CLIP, SigLIP or InternVL's ViT: LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision, Gemma 3 and
+InternVL (the -hf checkpoints).
 
 In the LLaVA families, the tower's output is taken at `vision_feature_layer`, before the final norm.
+InternVL's tower encodes tiles, and its projector joins 2x2 patches.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
@@ -14,7 +17,7 @@ from cornplug.checkpoints.families.family import (
     Json,
     ModelFamily,
     Spec,
-    known_sides,
+    drop_null_sides,
     pixel_spec,
     without_inert,
 )
@@ -39,7 +42,7 @@ _SIGLIP_DEFAULTS: Final[Json] = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
-_TOWERS: Final = {str(row["model_type"]): row for row in (_CLIP_DEFAULTS, _SIGLIP_DEFAULTS)}
+_TOWER_DEFAULTS: Final = {str(row["model_type"]): row for row in (_CLIP_DEFAULTS, _SIGLIP_DEFAULTS)}
 
 _CLIP_L_336: Final[Json] = {
     "model_type": "clip_vision_model",
@@ -53,7 +56,7 @@ _CLIP_L_336: Final[Json] = {
 """Default vision_config of LlavaConfig and LlavaNextConfig."""
 
 # Layers after the cut, CLIP's contrastive head and SigLIP's pooling head do not affect the features.
-_PAST_THE_CUT: Final = (
+_FIELDS_PAST_CUT: Final = (
     "num_hidden_layers", "projection_dim", "vocab_size", "logit_scale_init_value", "vision_use_head",
 )  # fmt: skip
 
@@ -74,20 +77,20 @@ class _LlavaCut:
 
         Raises CheckpointError("unknown_family") if the tower is neither CLIP nor SigLIP.
         """
-        kind, given = self._tower(config)
-        if kind not in _TOWERS:
+        kind, given = self._tower_config(config)
+        if kind not in _TOWER_DEFAULTS:
             raise CheckpointError(
                 f"{config.get('model_type')} with a {kind!r} tower is not supported. "
-                f"Supported towers: {', '.join(_TOWERS)}.",
+                f"Supported towers: {', '.join(_TOWER_DEFAULTS)}.",
                 reason="unknown_family",
             )
-        return {**_TOWERS[kind], **given, "model_type": kind}
+        return {**_TOWER_DEFAULTS[kind], **given, "model_type": kind}
 
-    def knows_tower(self, config: Json) -> bool:
+    def supports_tower(self, config: Json) -> bool:
         """Return whether the tower is CLIP or SigLIP, for `ModelFamily.fits`."""
-        return self._tower(config)[0] in _TOWERS
+        return self._tower_config(config)[0] in _TOWER_DEFAULTS
 
-    def _tower(self, config: Json) -> tuple[str, Json]:
+    def _tower_config(self, config: Json) -> tuple[str, Json]:
         given = config.get("vision_config")
         given = self.vision if given is None else given
         return str(given.get("model_type") or self.vision["model_type"]), given
@@ -110,7 +113,7 @@ class _LlavaCut:
 
     def tower_spec(self, config: Json) -> Spec:
         vision = without_inert(self.vision_config(config))
-        for name in _PAST_THE_CUT:
+        for name in _FIELDS_PAST_CUT:
             vision.pop(name, None)
         return vision | {
             "feature_layers": self.feature_layers(config),
@@ -145,7 +148,7 @@ def _tiled_projector(config: Json, pinpoints: list[list[int]]) -> Spec:
     }
 
 
-def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
+def _row_per_patch_tower_spec(cut: _LlavaCut, config: Json) -> Spec:
     """Return `_LlavaCut.tower_spec` for a family that assembles tiles from one row per patch.
 
     Raises CheckpointError("bad_config") if the rows are not exactly the patches. This happens if CLIP's first
@@ -162,7 +165,7 @@ def _one_row_a_patch(cut: _LlavaCut, config: Json) -> Spec:
     return spec
 
 
-def _sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
+def _sized_pixel_spec(preprocessor: Json, kind: str, defaults: Json) -> Spec:
     """Return `pixel_spec` with named sides in `size` and `crop_size`, even if the JSON has single numbers."""
     spec = pixel_spec(preprocessor, kind, defaults)
     if isinstance(spec.get("size"), int):
@@ -171,7 +174,7 @@ def _sized_pixels(preprocessor: Json, kind: str, defaults: Json) -> Spec:
         spec["size"] = {"height": n, "width": n} if square else {"shortest_edge": n}
     if isinstance(spec.get("crop_size"), int):
         spec["crop_size"] = {"height": spec["crop_size"], "width": spec["crop_size"]}
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 # -- LLaVA 1.5: the tower, then a two-layer projector ---------------------------------------------
@@ -185,12 +188,12 @@ _LLAVA_PIXELS: Final[Json] = {
 
 
 def _llava_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "CLIPImageProcessor", _LLAVA_PIXELS)
+    return _sized_pixel_spec(preprocessor, "CLIPImageProcessor", _LLAVA_PIXELS)
 
 
 def _llava_fits(config: Json) -> bool:
     # Other families that extend this description have other towers, which this check does not cover.
-    return config.get("model_type") != "llava" or _LLAVA_CUT.knows_tower(config)
+    return config.get("model_type") != "llava" or _LLAVA_CUT.supports_tower(config)
 
 
 LLAVA: Final = ModelFamily(
@@ -232,7 +235,7 @@ _LLAVA_NEXT_PIXELS: Final[Json] = {
 
 
 def _llava_next_tower(config: Json) -> Spec:
-    return _one_row_a_patch(_LLAVA_NEXT_CUT, config)
+    return _row_per_patch_tower_spec(_LLAVA_NEXT_CUT, config)
 
 
 def _llava_next_projector(config: Json) -> Spec:
@@ -240,7 +243,7 @@ def _llava_next_projector(config: Json) -> Spec:
 
 
 def _llava_next_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "LlavaNextImageProcessor", _LLAVA_NEXT_PIXELS)
+    return _sized_pixel_spec(preprocessor, "LlavaNextImageProcessor", _LLAVA_NEXT_PIXELS)
 
 
 LLAVA_NEXT: Final[ModelFamily] = replace(
@@ -284,7 +287,7 @@ _ONEVISION_PIXELS: Final[Json] = {
 
 
 def _onevision_tower(config: Json) -> Spec:
-    return _one_row_a_patch(_ONEVISION_CUT, config)
+    return _row_per_patch_tower_spec(_ONEVISION_CUT, config)
 
 
 def _onevision_projector(config: Json) -> Spec:
@@ -298,7 +301,7 @@ def _onevision_projector(config: Json) -> Spec:
 
 
 def _onevision_preprocess(preprocessor: Json) -> Spec:
-    return _sized_pixels(preprocessor, "LlavaOnevisionImageProcessor", _ONEVISION_PIXELS)
+    return _sized_pixel_spec(preprocessor, "LlavaOnevisionImageProcessor", _ONEVISION_PIXELS)
 
 
 LLAVA_ONEVISION: Final[ModelFamily] = replace(
@@ -343,7 +346,7 @@ def _gemma3_preprocess(preprocessor: Json) -> Spec:
     if not spec.get("do_pan_and_scan"):
         for name in _GEMMA3_CROPS:
             spec.pop(name, None)
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 GEMMA3: Final[ModelFamily] = replace(
@@ -367,4 +370,89 @@ GEMMA3: Final[ModelFamily] = replace(
     before_cut=lambda _config, name: not name.startswith("head.") and not name.endswith("position_ids"),
 )
 
-FAMILIES: Final = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, GEMMA3)
+
+# -- InternVL: a ViT that encodes tiles, then a projector that joins 2x2 patches ------------------
+
+_INTERNVL_VISION: Final[Json] = {
+    "model_type": "internvl_vision",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "intermediate_size": 4096,
+    "hidden_act": "gelu",
+    "norm_type": "layer_norm",
+    "layer_norm_eps": 1e-06,
+    "image_size": [448, 448],
+    "patch_size": [14, 14],
+    "num_channels": 3,
+    "use_mask_token": False,
+    "use_absolute_position_embeddings": True,
+    "layer_scale_init_value": 0.1,
+    "use_mean_pooling": True,
+}
+_INTERNVL_PIXELS: Final[Json] = {
+    "size": {"height": 384, "width": 384},
+    "crop_to_patches": False,
+    "min_patches": 1,
+    "max_patches": 12,
+}
+# Fields that are read only in training, or with a mask.
+_UNREAD: Final = ("hidden_dropout_prob", "projection_dropout", "layer_scale_init_value", "use_mask_token")
+
+
+def _internvl_vision(config: Json) -> Spec:
+    return {**_INTERNVL_VISION, **(config.get("vision_config") or {})}
+
+
+def _internvl_tower(config: Json) -> Spec:
+    chosen = config.get("vision_feature_layer", -1), config.get("vision_feature_select_strategy", "default")
+    if chosen != (-1, "default"):
+        # vLLM reads neither field, so its embeddings would differ from transformers' embeddings.
+        raise CheckpointError(
+            f"internvl with vision_feature_layer and vision_feature_select_strategy {chosen} is not "
+            "supported; use (-1, 'default').",
+            reason="unknown_family",
+        )
+    vision = without_inert(_internvl_vision(config))
+    for name in _UNREAD:
+        vision.pop(name, None)
+    for name in ("image_size", "patch_size"):
+        sides = vision[name]
+        vision[name] = list(sides) if isinstance(sides, Sequence) else [sides, sides]
+    return vision | {"downsample_ratio": config.get("downsample_ratio", 0.5)}
+
+
+def _internvl_projector(config: Json) -> Spec:
+    return {"hidden_act": config.get("projector_hidden_act", "gelu")}
+
+
+def _internvl_preprocess(preprocessor: Json) -> Spec:
+    spec = pixel_spec(preprocessor, "GotOcr2ImageProcessor", _INTERNVL_PIXELS)
+    if not spec.get("crop_to_patches"):
+        for name in ("min_patches", "max_patches"):
+            spec.pop(name, None)
+    return drop_null_sides(spec)
+
+
+def _internvl_before_cut(config: Json, name: str) -> bool:
+    if name.startswith("layernorm."):
+        return not _internvl_vision(config)["use_mean_pooling"]
+    return name != "embeddings.mask_token"
+
+
+INTERNVL: Final[ModelFamily] = replace(
+    LLAVA,
+    name="internvl",
+    tower_class="llava:InternVl",
+    tower_prefixes=("vision_tower.", "model.vision_tower."),
+    shares_features=False,
+    tower_spec=_internvl_tower,
+    projector_spec=_internvl_projector,
+    preprocess_spec=_internvl_preprocess,
+    processor_defaults={"image": {"crop_to_patches": True}},
+    before_cut=_internvl_before_cut,
+)
+
+FAMILIES: Final = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, GEMMA3, INTERNVL)

@@ -11,7 +11,7 @@ from cornplug.checkpoints.families.family import (
     Modality,
     ModelFamily,
     Spec,
-    known_sides,
+    drop_null_sides,
     pixel_spec,
     without_inert,
 )
@@ -72,7 +72,7 @@ def _vision_spec(config: Json, defaults: Json) -> Spec:
     return vision
 
 
-def _picture_spec(preprocessor: Json) -> Spec:
+def _image_spec(preprocessor: Json) -> Spec:
     """Return the preprocessing spec of Qwen2VLImageProcessor, which all Qwen-VL families use."""
     spec = pixel_spec(
         preprocessor,
@@ -86,7 +86,7 @@ def _picture_spec(preprocessor: Json) -> Spec:
         if value is not None:
             size[edge] = value
     spec["size"] = size
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 def _video_spec(preprocessor: Json) -> Spec:
@@ -100,7 +100,7 @@ def _video_spec(preprocessor: Json) -> Spec:
         if pixels in spec:
             size[edge] = spec.pop(pixels)
     spec["size"] = size
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
 def _qwen2_tower(config: Json) -> Spec:
@@ -122,7 +122,7 @@ QWEN2_VL: Final = ModelFamily(
     shares_features=False,
     tower_spec=_qwen2_tower,
     projector_spec=_qwen2_projector,
-    preprocess_spec=_picture_spec,
+    preprocess_spec=_image_spec,
     other_preprocess_specs={"video": _video_spec},
     before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )
@@ -156,19 +156,12 @@ def _qwen2_5_projector(config: Json) -> Spec:
     return {k: vision[k] for k in ("hidden_size", "out_hidden_size", "spatial_merge_size")}
 
 
-QWEN2_5_VL: Final = ModelFamily(
+QWEN2_5_VL: Final[ModelFamily] = replace(
+    QWEN2_VL,
     name="qwen2_5_vl",
     tower_class="qwen2_vl:Qwen25Vl",
-    inputs=_INPUTS,
-    tower_prefixes=("visual.", "model.visual."),
-    projector_prefixes=("visual.merger.", "model.visual.merger."),
-    language_model_prefixes=_LANGUAGE_MODEL,
-    shares_features=False,
     tower_spec=_qwen2_5_tower,
     projector_spec=_qwen2_5_projector,
-    preprocess_spec=_picture_spec,
-    other_preprocess_specs={"video": _video_spec},
-    before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )
 
 
@@ -224,26 +217,21 @@ def _qwen3_projector(config: Json) -> Spec:
 
 def _qwen3_video(preprocessor: Json) -> Spec:
     spec = pixel_spec(preprocessor, "Qwen3VLVideoProcessor", _QWEN3_VIDEO, "video_processor_type")
-    return known_sides(spec)
+    return drop_null_sides(spec)
 
 
-QWEN3_VL: Final = ModelFamily(
+QWEN3_VL: Final[ModelFamily] = replace(
+    QWEN2_VL,
     name="qwen3_vl",
     tower_class="qwen3_vl:Qwen3Vl",
-    inputs=_INPUTS,
-    tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=tuple(
         f"{model}visual.{merger}."
         for model in ("", "model.")
         for merger in ("merger", "deepstack_merger_list")
     ),
-    language_model_prefixes=_LANGUAGE_MODEL,
-    shares_features=False,
     tower_spec=_qwen3_tower,
     projector_spec=_qwen3_projector,
-    preprocess_spec=_picture_spec,
     other_preprocess_specs={"video": _qwen3_video},
-    before_cut=lambda _config, name: not name.endswith("inv_freq"),
 )
 
 QWEN3_VL_MOE: Final[ModelFamily] = replace(QWEN3_VL, name="qwen3_vl_moe")

@@ -27,7 +27,7 @@ _QWEN2_AUDIO_DEFAULTS: Final[Json] = {
     "encoder_ffn_dim": 5120,
     "d_model": 1280,
 }
-_OTHER_NAMES: Final[Mapping[str, str]] = {
+_FIELD_ALIASES: Final[Mapping[str, str]] = {
     "num_attention_heads": "encoder_attention_heads",
     "hidden_size": "d_model",
     "intermediate_size": "encoder_ffn_dim",
@@ -70,7 +70,7 @@ _EXTRACTOR_DEFAULTS: Final[Json] = {
 }
 # Fields that do not affect the spectrogram: derived fields, fields that the caller sets, names, and a filter
 # bank in old files, which transformers does not read.
-_NO_MELS: Final = frozenset(
+_NON_MEL_FIELDS: Final = frozenset(
     [
         "auto_map",
         "mel_filters",
@@ -87,7 +87,7 @@ _NO_MELS: Final = frozenset(
 def _whisper_spec(audio: Json, defaults: Json = _WHISPER_DEFAULTS) -> Spec:
     """Return the settings of a Whisper config that affect its encoder's output, except weights."""
     given = {k: v for k, v in without_inert(audio).items() if v is not None}
-    for other, name in _OTHER_NAMES.items():
+    for other, name in _FIELD_ALIASES.items():
         if other in given:
             given.setdefault(name, given.pop(other))
     found = {**defaults, **given}
@@ -96,7 +96,7 @@ def _whisper_spec(audio: Json, defaults: Json = _WHISPER_DEFAULTS) -> Spec:
 
 def _mel_spec(preprocessor: Json) -> Spec:
     """Return every field of WhisperFeatureExtractor's JSON that changes the mel spectrogram."""
-    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NO_MELS}
+    given = {k: v for k, v in preprocessor.items() if v is not None and k not in _NON_MEL_FIELDS}
     kind = given.pop("feature_extractor_type", None)
     return {**_EXTRACTOR_DEFAULTS, **given, **({"kind": kind} if kind else {})}
 
@@ -197,7 +197,7 @@ ULTRAVOX: Final = ModelFamily(
     before_cut=lambda _config, _name: True,
     base=BaseCheckpoint(
         part="tower",
-        name=lambda config: config.get("audio_model_id"),
+        name_in_config=lambda config: config.get("audio_model_id"),
         prefixes=("model.encoder.", "encoder."),
         config_field="audio_config",
     ),

@@ -28,9 +28,9 @@ from cornplug.checkpoints.families import Modality
 from cornplug.config import load
 from cornplug.encoder_service.client import endpoints, retry
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.client.endpoints import configured, is_here, local_store
+from cornplug.encoder_service.client.endpoints import configured_urls, is_local_url, open_local_store
 from cornplug.encoder_service.client.retry import (
-    LEAST_S,
+    MIN_ATTEMPT_S,
     CircuitBreakers,
     RemoteFailure,
     RetryLater,
@@ -38,7 +38,7 @@ from cornplug.encoder_service.client.retry import (
     RetrySequence,
     SendAttempt,
 )
-from cornplug.encoder_service.wire import embedding_file, messages
+from cornplug.encoder_service.wire import engine_seal, messages
 from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable, MediaError
 from cornplug.host import tls_context
@@ -90,15 +90,15 @@ class AsyncEncoderClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         config = load()
-        self._services = endpoints.services(services or configured(config))
+        self._services = endpoints.parse_services(services or configured_urls(config))
         self._deadline_s = deadline_s or config.encoder.deadline_s
         self._stores = dict.fromkeys(self._services, store)
         self._own_store: Store | None = None
         if store is None and services is None:
-            near = self._own_store = local_store(config)
-            self._stores = {url: near if is_here(url) else None for url in self._services}
+            near = self._own_store = open_local_store(config)
+            self._stores = {url: near if is_local_url(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": embedding_file.MEDIA_TYPE, "accept-encoding": "identity"}
+        headers = {"accept": engine_seal.EMBEDDING_MEDIA_TYPE, "accept-encoding": "identity"}
         if api_key is not None:
             headers["authorization"] = f"Bearer {api_key}"
         if app is not None:
@@ -118,11 +118,11 @@ class AsyncEncoderClient:
 
     async def encode(
         self,
-        image: Medium | None = None,
+        image: MediaInput | None = None,
         *,
         model: str,
-        video: Medium | None = None,
-        audio: Medium | None = None,
+        video: MediaInput | None = None,
+        audio: MediaInput | None = None,
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
@@ -143,12 +143,12 @@ class AsyncEncoderClient:
         """Return the embedding of an image or of {"image" | "video" | "audio": media}. See `encode`."""
         began = time.monotonic()
         # A PIL image is encoded as PNG. This takes 0.1 s for a large image.
-        medium = await asyncio.to_thread(MediaPayload.of, item)
+        medium = await asyncio.to_thread(MediaPayload.from_item, item)
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
-            return await self._encode_at(url, timeout_s, medium, model, cache_salt)
+            return await self._encode_at_service(url, timeout_s, medium, model, cache_salt)
 
-        return await self._attempt(medium.content, send, deadline_s, began)
+        return await self._send_with_retries(medium.content, send, deadline_s, began)
 
     async def encode_many(
         self,
@@ -198,9 +198,11 @@ class AsyncEncoderClient:
         """
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
-            return retry.models(await endpoints.exchange(self._http, "GET", f"{url}/v1/models", timeout_s))
+            return retry.parse_models(
+                await endpoints.send_request(self._http, "GET", f"{url}/v1/models", timeout_s)
+            )
 
-        return await self._attempt(b"", send, None, time.monotonic())
+        return await self._send_with_retries(b"", send, None, time.monotonic())
 
     async def close(self) -> None:
         """Close the connections. References stay valid, because each has its own copy of the bytes."""
@@ -216,7 +218,7 @@ class AsyncEncoderClient:
     ) -> None:
         await self.close()
 
-    async def _attempt(
+    async def _send_with_retries(
         self,
         content: bytes,
         send: Callable[[str, float], Awaitable[T]],
@@ -229,20 +231,20 @@ class AsyncEncoderClient:
         """
         deadline_s, now = deadline_s or self._deadline_s, time.monotonic()
         left_s = began + deadline_s - now
-        if left_s < LEAST_S:
+        if left_s < MIN_ATTEMPT_S:
             raise EncoderUnavailable(
                 f"reading the medium took longer than the deadline of {deadline_s:g} s",
                 reason="encoder_timeout",
             )
-        order = endpoints.ranking(content, self._services)
+        order = endpoints.rank_services(content, self._services)
         attempts = RetrySequence(order, self.circuits, now=now, deadline_s=left_s, random=random.random)
         last: EncoderError | None = None
-        while (step := attempts.next(time.monotonic())) is not None:
+        while (step := attempts.next_step(time.monotonic())) is not None:
             if isinstance(step, RetryPause):
                 await asyncio.sleep(step.seconds)
                 continue
             try:
-                return await self._try(step, send)
+                return await self._send_attempt(step, send)
             except RetryLater as busy:
                 last = busy.refusal
             except RemoteFailure as failed:
@@ -255,40 +257,40 @@ class AsyncEncoderClient:
             f"{', '.join(order)} failed recently or requested a pause", reason="encoder_backoff"
         )
 
-    async def _try(self, step: SendAttempt, send: Callable[[str, float], Awaitable[T]]) -> T:
+    async def _send_attempt(self, step: SendAttempt, send: Callable[[str, float], Awaitable[T]]) -> T:
         sent = time.monotonic()
         try:
             async with asyncio.timeout(step.timeout_s):
                 made = await send(step.url, step.timeout_s)
         except RetryLater as busy:
-            self.circuits.refused(step.url, time.monotonic(), busy.retry_after_s)
+            self.circuits.record_refusal(step.url, time.monotonic(), busy.retry_after_s)
             raise
         except (EncoderUnavailable, httpx.HTTPError, TimeoutError) as e:
-            self.circuits.failed(step.url, time.monotonic(), sent=sent)
+            self.circuits.record_failure(step.url, time.monotonic(), sent_at=sent)
             raise e if isinstance(e, EncoderUnavailable) else _unavailable(step.url, e) from e
         except (RemoteFailure, EncoderError):
-            self.circuits.answered(step.url)
+            self.circuits.record_response(step.url)
             raise
-        self.circuits.answered(step.url)
+        self.circuits.record_response(step.url)
         return made
 
-    async def _encode_at(
+    async def _encode_at_service(
         self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
         # The second attempt requests the bytes in the response. The entry may have been evicted from the
         # store.
         for source in [store, None] if store is not None else [None]:
-            answer = await endpoints.exchange(
+            answer = await endpoints.send_request(
                 self._http,
                 "POST",
                 f"{url}/v1/encode",
                 timeout_s,
-                data=endpoints.form(model, cache_salt, timeout_s, inline=source is None),
+                data=endpoints.form_fields(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store responds in microseconds and the read has its own deadline, so no thread is needed.
-            ref = retry.embedding(answer, source)
+            ref = retry.parse_embedding(answer, source)
             if ref is not None:
                 return ref
         raise EncoderUnavailable(f"{url} sent a response without the data", reason="encoder_bad_response")
@@ -303,9 +305,9 @@ def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
     )  # fmt: skip
 
 
-Medium = str | os.PathLike[Any] | bytes | Image.Image
+MediaInput = str | os.PathLike[Any] | bytes | Image.Image
 """A path, the bytes of a file, or a PIL image."""
-Item = Medium | Mapping[Modality, Medium]
+Item = MediaInput | Mapping[Modality, MediaInput]
 """An image, or {"image" | "video" | "audio": media}."""
 Result = tuple[int, EmbeddingRef | CornplugError]
 
@@ -322,7 +324,7 @@ class MediaPayload:
     it is the digest of the pixels, because a PNG's bytes depend on the encoder."""
 
     @classmethod
-    def of(cls, item: Item) -> Self:
+    def from_item(cls, item: Item) -> Self:
         """Create the payload for an item. Reads a path, and encodes a PIL image losslessly as PNG.
 
         Raises MediaError with one of these reasons. "not_found": a path cannot be read. "unprocessable": a
@@ -330,7 +332,7 @@ class MediaPayload:
         has another type, or does not have exactly one of the three keys.
         """
         modality: Modality
-        medium: Medium
+        medium: MediaInput
         if not isinstance(item, Mapping):
             modality, medium = "image", item
         else:
@@ -341,7 +343,7 @@ class MediaPayload:
                 )
             ((modality, medium),) = item.items()
         if isinstance(medium, Image.Image):
-            return cls._packed(modality, medium)
+            return cls._from_image(modality, medium)
         if isinstance(medium, bytes):
             name, data = str(modality), medium
         elif isinstance(medium, str | os.PathLike):
@@ -358,7 +360,7 @@ class MediaPayload:
         return cls(modality=modality, name=name, data=data, content=hashlib.sha256(data).digest())
 
     @classmethod
-    def _packed(cls, modality: Modality, image: Image.Image) -> Self:
+    def _from_image(cls, modality: Modality, image: Image.Image) -> Self:
         if modality != "image":
             raise MediaError(f"{modality}: send a path or the bytes of a file", reason="unprocessable")
         out = io.BytesIO()

@@ -1,6 +1,7 @@
 """Embedding that a client received: its key, and a verified copy of its bytes. Does not need torch.
 
-`vllm_part` puts the embedding into a request to an engine, in place of the image that it was computed from:
+`vllm_content_part` puts the embedding into a request to an engine, in place of the image that it was computed
+from:
 
     by handle   for vLLM 0.32 with cornplug's connector. Sends a few hundred bytes, and the engine reads the
                 embedding from its store.
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cornplug.codec import ITEM_BYTES, PayloadKind
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused, StoreError
 from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 STORE_DEADLINE_S: Final = 0.25
-_VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
+_VLLM_FAMILIES: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
 """Families whose models accept `image_embeds` in vLLM 0.32, and whether they also need the grid."""
 
 
@@ -58,14 +59,14 @@ class EmbeddingRef:
     """Seconds in the service, from the receipt of the request to the reply."""
     handle: str | None = None
     """Handle that the service signed, or None. It can replace the image in a request to an engine (see
-    `wire.embedding_file`)."""
+    `wire.engine_seal`)."""
     data: memoryview = field(repr=False)
     """Bytes of the embedding, read-only."""
     in_store: bool = False
     """Whether the bytes were read from this host's store. If not, they were in the response."""
 
     @classmethod
-    def inline(
+    def from_response(
         cls,
         *,
         key: bytes,
@@ -107,8 +108,8 @@ class EmbeddingRef:
         return flat.reshape(self.shape)
 
     def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
-        """Return a content part for vLLM's OpenAI API that replaces the image. See `vllm_part`."""
-        return vllm_part(self, by_value=by_value)
+        """Return a content part for vLLM's OpenAI API that replaces the image. See `vllm_content_part`."""
+        return vllm_content_part(self, by_value=by_value)
 
 
 def from_store(
@@ -155,7 +156,7 @@ def _check_size(dtype: str, shape: tuple[int, ...], size: int) -> None:
         raise ValueError(f"{size} bytes do not fill {shape} of {dtype}")
 
 
-def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
+def vllm_content_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
 
     The part contains the handle unless `by_value` is set. A handle has three requirements. The engine must
@@ -168,15 +169,15 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     """
     if ref.handle is None:
         raise EncoderRefused("the service returned no embedding handle", reason="no_handle")
-    handle = EmbeddingHandle.read(ref.handle)
-    wants_grid = _VLLM.get(handle.family)
+    handle = EmbeddingHandle.parse(ref.handle)
+    wants_grid = _VLLM_FAMILIES.get(handle.family)
     if wants_grid is None or handle.modality != "image":
         raise EncoderRefused(
             f"vLLM 0.32 does not accept embeddings for {handle.family} and {handle.modality}, only for "
-            f"images of {', '.join(_VLLM)}. Send the medium itself",
+            f"images of {', '.join(_VLLM_FAMILIES)}. Send the medium itself",
             reason="unsupported",
         )
-    rows = _npy(ref) if by_value else ref.handle
+    rows = _encode_npy(ref) if by_value else ref.handle
     if not wants_grid:
         return {"type": "image_embeds", "image_embeds": rows}
     return {
@@ -185,7 +186,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
     }
 
 
-def _npy(ref: EmbeddingRef) -> str:
+def _encode_npy(ref: EmbeddingRef) -> str:
     """Return the embedding as .npy in base64. numpy has no bfloat16, so bfloat16 is converted to float32."""
     out = io.BytesIO()
     np.save(out, ref.numpy(), allow_pickle=False)

@@ -23,16 +23,16 @@ from urllib.parse import urlsplit
 import httpx
 
 from cornplug.config import Config
-from cornplug.encoder_service.client.retry import HttpAnswer
+from cornplug.encoder_service.client.retry import HttpResponse
 from cornplug.errors import ConfigError, EncoderUnavailable
-from cornplug.host import reachable
-from cornplug.store.backends import is_host_store, open_store
+from cornplug.host import reachable_address
 from cornplug.store.base import Store
+from cornplug.store.client import is_host_store, open_store
 
-_SPAN: Final = float(1 << 53)
+_HASH_RANGE: Final = float(1 << 53)
 
 
-def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
+def parse_services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
     """Return the weight of each service, by URL. URLs are normalised, so that all clients compute the same
     order.
 
@@ -59,7 +59,7 @@ def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float
     return made
 
 
-def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
+def rank_services(content: bytes, services: Mapping[str, float]) -> list[str]:
     """Return all services in order of preference for a media item with the digest `content`.
 
     The share of items for which a service is first is proportional to its weight. The score is -w / ln(u),
@@ -69,19 +69,19 @@ def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
 
     def score(url: str) -> float:
         drawn = hashlib.sha256(b"cornplug-rendezvous-v1\0" + content + url.encode()).digest()
-        uniform = ((int.from_bytes(drawn[:8], "big") >> 11) + 0.5) / _SPAN
+        uniform = ((int.from_bytes(drawn[:8], "big") >> 11) + 0.5) / _HASH_RANGE
         return -services[url] / math.log(uniform)
 
     return sorted(services, key=score, reverse=True)
 
 
-def configured(config: Config) -> Sequence[str]:
+def configured_urls(config: Config) -> Sequence[str]:
     """Return the URLs of the configured services."""
-    host = reachable(config.encoder.host)
+    host = reachable_address(config.encoder.host)
     return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
 
 
-def is_here(url: str) -> bool:
+def is_local_url(url: str) -> bool:
     """Return whether the service at `url` is on this host and therefore saves to this host's store."""
     return is_loopback(urlsplit(url).hostname or "")
 
@@ -100,7 +100,7 @@ def url_name(name: str) -> str:
     return path.name if path.is_absolute() or name.startswith(".") else name
 
 
-def local_store(config: Config) -> Store | None:
+def open_local_store(config: Config) -> Store | None:
     """Return the configured store. Return None if it is this host's store and has not been started."""
     if is_host_store(config.store) and not config.store.socket.exists():
         return None
@@ -109,7 +109,7 @@ def local_store(config: Config) -> Store | None:
 
 _CONNECT_S: Final = 1.0
 """Seconds to wait for a connection. A host that needs longer to accept a connection counts as down."""
-_MAX_ANSWER_BYTES: Final = 1 << 30
+_MAX_RESPONSE_BYTES: Final = 1 << 30
 
 
 def trace_headers() -> dict[str, str]:
@@ -119,14 +119,14 @@ def trace_headers() -> dict[str, str]:
     Empty if there is no span.
     """
     headers: dict[str, str] = {}
-    inject = _inject()
+    inject = _load_injector()
     if inject is not None:
         inject(headers)
     return headers
 
 
 @functools.cache
-def _inject() -> Callable[[dict[str, str]], None] | None:
+def _load_injector() -> Callable[[dict[str, str]], None] | None:
     # Import at the first request, so that importing this module stays fast.
     try:
         propagate = importlib.import_module("opentelemetry.propagate")
@@ -136,40 +136,40 @@ def _inject() -> Callable[[dict[str, str]], None] | None:
     return inject
 
 
-async def exchange(
+async def send_request(
     http: httpx.AsyncClient,
     method: str,
     url: str,
     timeout_s: float,
     headers: Mapping[str, str] | None = None,
     **body: Any,
-) -> HttpAnswer:
+) -> HttpResponse:
     """Send a request and return the complete response.
 
     Raises httpx.HTTPError, or EncoderUnavailable("encoder_bad_response") if the response is too large.
     """
     headers = {**trace_headers(), **(headers or {})}
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
-        return await _whole(url, response)
+        return await _read_response(url, response)
 
 
-def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
+def form_fields(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
     """Return the form fields of a request to `/v1/encode`, without the media item."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
     return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 
 
-async def _whole(url: str, response: httpx.Response) -> HttpAnswer:
+async def _read_response(url: str, response: httpx.Response) -> HttpResponse:
     chunks, size = [], 0
     async for chunk in response.aiter_raw():
         chunks.append(chunk)
         size += len(chunk)
-        if size > _MAX_ANSWER_BYTES:
+        if size > _MAX_RESPONSE_BYTES:
             raise EncoderUnavailable(
                 f"{url} sent a response that is too large", reason="encoder_bad_response"
             )
     headers = {name.lower(): value for name, value in response.headers.items()}
-    return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
+    return HttpResponse(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
 
 
 def _timeout(timeout_s: float) -> httpx.Timeout:

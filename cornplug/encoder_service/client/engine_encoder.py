@@ -10,7 +10,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.errors import ConfigError, EncoderError
-from cornplug.private_paths import is_own_secret
+from cornplug.private_paths import is_default_secret
 
 
 class EngineEncoder(Protocol):
@@ -37,7 +37,7 @@ def check_remote(config: Config) -> None:
     """
     if not config.encoder.engine_urls:
         return
-    if is_own_secret(config.store.secret_file):
+    if is_default_secret(config.store.secret_file):
         raise ConfigError(
             "store.secret_file",
             "this host has its own secret, but this engine and an encoder service on another host must have "

@@ -29,11 +29,11 @@ import httpx
 import msgspec
 
 from cornplug.encoder_service.client import endpoints
-from cornplug.encoder_service.client.retry import HttpAnswer
+from cornplug.encoder_service.client.retry import HttpResponse
 from cornplug.encoder_service.client.unix_client import MAX_OUTBOX_BYTES
-from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal, SealBroken
+from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal, InvalidSeal
 from cornplug.encoder_service.wire.messages import (
-    OF_THE_FETCH,
+    FETCH_REASONS,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
@@ -41,30 +41,30 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRequest,
     HttpReply,
     HttpRequest,
-    MediumRefusal,
-    MediumReply,
-    MediumRequest,
+    MediaRefusal,
+    MediaReply,
+    MediaRequest,
     ServedModel,
-    is_of_medium,
+    is_media_refusal,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.host import tls_context
 
-_Reply = EncodeReply | DescribeReply | MediumReply
-_Answer = Future[_Reply]
-_ANSWERS: Final[Mapping[type[HttpRequest], type[_Reply]]] = {
+_Reply = EncodeReply | DescribeReply | MediaReply
+_ReplyFuture = Future[_Reply]
+_REPLY_TYPES: Final[Mapping[type[HttpRequest], type[_Reply]]] = {
     EncodeRequest: EncodeReply,
     DescribeRequest: DescribeReply,
-    MediumRequest: MediumReply,
+    MediaRequest: MediaReply,
 }
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
-_LEFT_OUT_S: Final = 0.5
-_MOST_LEFT_OUT_S: Final = 5.0
+_SKIP_S: Final = 0.5
+_MAX_SKIP_S: Final = 5.0
 """Maximum seconds for which an overloaded service is skipped, even if the service requests a longer pause.
 Another attempt costs little."""
 _MARGIN_S: Final = 5.0
-_PART_OF_TIMEOUT: Final = 0.9
+_TIMEOUT_FRACTION: Final = 0.9
 """Deadline in a MediumRequest, as a fraction of this client's timeout for the service."""
 _KEEPALIVE_S: Final = 2.0
 """Seconds for which an idle connection is kept. Shorter than uvicorn's 5 s, because a connection that the
@@ -81,7 +81,7 @@ class _ErrorBody(msgspec.Struct):
     error: _Detail
 
 
-def down(url: str, why: Exception) -> EncoderUnavailable:
+def down_error(url: str, why: Exception) -> EncoderUnavailable:
     """Return the error for a service that cannot be reached, or that has closed the connection."""
     return EncoderUnavailable(
         f"no service responds at {url} ({str(why) or type(why).__name__}); start a service there with: "
@@ -90,17 +90,17 @@ def down(url: str, why: Exception) -> EncoderUnavailable:
     )
 
 
-def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
+def error_of_response(url: str, response: HttpResponse) -> EncoderError:
     """Return the error for a response that is not sealed.
 
     An attacker who forges a response can only make the engine run its own tower.
     """
     said, retry_after_s = "", None
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-        detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
+        detail = msgspec.json.decode(response.body, type=_ErrorBody).error
         said, retry_after_s = detail.message, detail.retry_after_s
-    text = f"{url}: status {answer.status}" + (f": {said[:300]}" if said else "")
-    match answer.status:
+    text = f"{url}: status {response.status}" + (f": {said[:300]}" if said else "")
+    match response.status:
         case 401 | 403 | 421:
             return EncoderUnavailable(text, reason="encoder_untrusted")
         case 404 | 405 | 415:
@@ -120,7 +120,7 @@ def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
     return EncoderUnavailable(text, reason="encoder_bad_response")
 
 
-def copy_of(error: EncoderError | None) -> EncoderError:
+def copy_error(error: EncoderError | None) -> EncoderError:
     """Return a copy of the error for one caller, or an "encoder_down" error for None. An exception object
     that is raised several times accumulates tracebacks."""
     if isinstance(error, EncoderRefused):
@@ -129,18 +129,18 @@ def copy_of(error: EncoderError | None) -> EncoderError:
 
 
 @dataclass(slots=True, eq=False)
-class _Service:
+class _ServiceState:
     """State of one service. Only the client's thread writes it. Other threads read only `error` and
-    `proved`."""
+    `is_verified`."""
 
     url: str
     error: EncoderError | None = None
     """Reason why the service is skipped, or None while it is used."""
-    proved: bool = False
-    since: float = -math.inf
+    is_verified: bool = False
+    in_use_since: float = -math.inf
     """Time since which the service is in use, on the monotonic clock."""
     pause_s: float = 0.0
-    failed: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RemoteEncoder:
@@ -154,10 +154,10 @@ class RemoteEncoder:
 
     def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
         self._secret = secret
-        self._weights = endpoints.services(urls)
-        self._services = {url: _Service(url) for url in self._weights}
+        self._weights = endpoints.parse_services(urls)
+        self._services = {url: _ServiceState(url) for url in self._weights}
         self._lock = threading.Lock()
-        self._unanswered_bytes = 0
+        self._pending_bytes = 0
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(HttpReply).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -169,20 +169,20 @@ class RemoteEncoder:
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
         """Send one request. Returns immediately."""
         size = sum(len(tensor.data) for tensor in request.inputs.values())
-        order = endpoints.ranking(request.key, self._weights)
-        # For an EncodeRequest, `_ask` returns only an EncodeReply.
+        order = endpoints.rank_services(request.key, self._weights)
+        # For an EncodeRequest, `_send_in_order` returns only an EncodeReply.
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
 
-    def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
+    def submit_media(self, request: MediaRequest) -> Future[MediaReply]:
         """Send one media item, or its URL, for a service to decode and encode. Returns immediately.
 
         The future fails with the same errors as for `submit`. It also fails with EncoderRefused if no service
-        would accept the item. `messages.is_of_medium` is true for the reason in this case.
+        would accept the item. `messages.is_media_refusal` is true for the reason in this case.
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
-        order = endpoints.ranking(named, self._weights)
+        order = endpoints.rank_services(named, self._weights)
         size = len(request.data) + len(request.url)
-        return cast("Future[MediumReply]", self._enqueue(request, order, request.deadline_s, size))
+        return cast("Future[MediaReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """Return the models of the first service that responds. Waits up to `deadline_s`.
@@ -195,17 +195,17 @@ class RemoteEncoder:
     @property
     def connected(self) -> bool:
         """Whether at least one service has proved that it has the secret and has not failed since then."""
-        return any(service.proved and service.error is None for service in self._services.values())
+        return any(service.is_verified and service.error is None for service in self._services.values())
 
     @property
     def refusal(self) -> EncoderError | None:
         """Error with which a request would fail immediately, or None if the request would be sent."""
         if self._closed:
             return EncoderUnavailable("this client was closed", reason="encoder_down")
-        if self._unanswered_bytes > MAX_OUTBOX_BYTES:
+        if self._pending_bytes > MAX_OUTBOX_BYTES:
             return EncoderUnavailable("the encoder services respond too slowly", reason="encoder_timeout")
         errors = [service.error for service in self._services.values()]
-        return None if None in errors else copy_of(errors[0])
+        return None if None in errors else copy_error(errors[0])
 
     def close(self) -> None:
         """Fail pending requests with "encoder_down" and end the thread."""
@@ -224,16 +224,18 @@ class RemoteEncoder:
     ) -> None:
         self.close()
 
-    def _enqueue(self, request: HttpRequest, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
-        future: _Answer = Future()
+    def _enqueue(
+        self, request: HttpRequest, order: Sequence[str], deadline_s: float, size: int
+    ) -> _ReplyFuture:
+        future: _ReplyFuture = Future()
         # Mark the future as running. Otherwise a caller could cancel it while the thread sets its result.
         future.set_running_or_notify_cancel()
         end = time.monotonic() + deadline_s
         with self._lock:
             problem = self.refusal if size or self._closed else None
             if problem is None:
-                self._unanswered_bytes += size
-                self._loop.call_soon_threadsafe(self._begin, request, order, end, size, future)
+                self._pending_bytes += size
+                self._loop.call_soon_threadsafe(self._start_request, request, order, end, size, future)
         if problem is not None:
             future.set_exception(problem)
         return future
@@ -248,7 +250,7 @@ class RemoteEncoder:
             headers=headers, limits=limits, verify=tls_context(), follow_redirects=False, trust_env=False
         )
         for service in self._services.values():
-            self._keep(self._loop.create_task(self._watch(service)))
+            self._track_task(self._loop.create_task(self._probe_service(service)))
         self._loop.run_forever()
         for task in self._tasks:
             task.cancel()
@@ -256,21 +258,23 @@ class RemoteEncoder:
         self._loop.run_until_complete(self._http.aclose())
         self._loop.close()
 
-    def _keep(self, task: asyncio.Task[Any]) -> None:
+    def _track_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _begin(
-        self, request: HttpRequest, order: Sequence[str], end: float, size: int, future: _Answer
+    def _start_request(
+        self, request: HttpRequest, order: Sequence[str], end: float, size: int, future: _ReplyFuture
     ) -> None:
-        task = self._loop.create_task(self._ask(request, [self._services[url] for url in order], end))
+        task = self._loop.create_task(
+            self._send_in_order(request, [self._services[url] for url in order], end)
+        )
         # The callback also runs for a task that `close` cancels before its first step.
-        task.add_done_callback(partial(self._ended, size, future))
-        self._keep(task)
+        task.add_done_callback(partial(self._on_request_done, size, future))
+        self._track_task(task)
 
-    def _ended(self, size: int, future: _Answer, task: asyncio.Task[_Reply]) -> None:
+    def _on_request_done(self, size: int, future: _ReplyFuture, task: asyncio.Task[_Reply]) -> None:
         with self._lock:
-            self._unanswered_bytes -= size
+            self._pending_bytes -= size
         error: BaseException | None = EncoderUnavailable("this client was closed", reason="encoder_down")
         if not task.cancelled():
             error = task.exception()
@@ -282,12 +286,14 @@ class RemoteEncoder:
             error = EncoderUnavailable(f"the client failed: {error}", reason="encoder_bad_response")
         future.set_exception(error)
 
-    async def _ask(self, request: HttpRequest, order: Sequence[_Service], end: float) -> _Reply:
+    async def _send_in_order(
+        self, request: HttpRequest, order: Sequence[_ServiceState], end: float
+    ) -> _Reply:
         """Return the first reply of a service. Raises the last EncoderError if no service replies."""
         last: EncoderError = EncoderUnavailable("no time left for a request", reason="encoder_timeout")
         asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
         if not asked and order[0].error is not None:
-            raise copy_of(order[0].error)
+            raise copy_error(order[0].error)
         for number, service in enumerate(asked):
             sent = time.monotonic()
             left_s = end - sent
@@ -296,76 +302,76 @@ class RemoteEncoder:
             spare = any(other.error is None for other in asked[number + 1 :])
             try:
                 timeout_s = left_s / 2 if spare else left_s
-                if isinstance(request, MediumRequest):
+                if isinstance(request, MediaRequest):
                     # Use a shorter deadline, so that the service refuses a late request before this client
                     # stops waiting.
-                    request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
-                return await self._exchange(service.url, request, timeout_s)
+                    request = msgspec.structs.replace(request, deadline_s=_TIMEOUT_FRACTION * timeout_s)
+                return await self._send_sealed(service.url, request, timeout_s)
             except EncoderRefused as e:
                 last = e
-                if e.reason in OF_THE_FETCH:
+                if e.reason in FETCH_REASONS:
                     continue
-                if is_of_medium(e.reason):
+                if is_media_refusal(e.reason):
                     raise
                 if e.reason == "overloaded":
-                    pause_s = _LEFT_OUT_S if e.retry_after_s is None else e.retry_after_s
-                    self._leave_out(service, e, sent, min(pause_s, _MOST_LEFT_OUT_S))
+                    pause_s = _SKIP_S if e.retry_after_s is None else e.retry_after_s
+                    self._skip_service(service, e, sent, min(pause_s, _MAX_SKIP_S))
             except EncoderUnavailable as e:
                 last = e
-                self._leave_out(service, e, sent, _LEFT_OUT_S)
+                self._skip_service(service, e, sent, _SKIP_S)
         raise last
 
-    def _leave_out(self, service: _Service, error: EncoderError, sent: float, pause_s: float) -> None:
+    def _skip_service(self, service: _ServiceState, error: EncoderError, sent: float, pause_s: float) -> None:
         # Concurrent requests fail together. Ignore failed requests that were sent before the service
         # recovered.
-        if sent >= service.since and service.error is None:
+        if sent >= service.in_use_since and service.error is None:
             service.error, service.pause_s = error, pause_s
-            service.failed.set()
+            service.failure.set()
 
-    async def _watch(self, service: _Service) -> None:
+    async def _probe_service(self, service: _ServiceState) -> None:
         attempt = 0
         while True:
             try:
-                await self._exchange(service.url, DescribeRequest(), _PROBE_S)
+                await self._send_sealed(service.url, DescribeRequest(), _PROBE_S)
             except EncoderError as e:
-                service.error, service.proved = e, False
+                service.error, service.is_verified = e, False
                 await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 attempt += 1
                 continue
             attempt = 0
-            service.failed.clear()
-            service.error, service.proved, service.since = None, True, time.monotonic()
-            await service.failed.wait()
+            service.failure.clear()
+            service.error, service.is_verified, service.in_use_since = None, True, time.monotonic()
+            await service.failure.wait()
             await asyncio.sleep(service.pause_s)
 
-    async def _exchange(self, url: str, request: HttpRequest, timeout_s: float) -> _Reply:
+    async def _send_sealed(self, url: str, request: HttpRequest, timeout_s: float) -> _Reply:
         """Send a request to one service and return its reply. Raises EncoderError."""
         seal = EngineSeal.new(self._secret)
         try:
             async with asyncio.timeout(timeout_s):
                 body = seal.seal_request(self._encode(request))
                 headers = {"authorization": seal.authorization}
-                answer = await endpoints.exchange(
-                    self._http, "POST", url + PATH, timeout_s, content=body, headers=headers
+                answer = await endpoints.send_request(
+                    self._http, "POST", url + ENGINE_PATH, timeout_s, content=body, headers=headers
                 )
         except httpx.ConnectTimeout as e:
-            raise down(url, e) from e
+            raise down_error(url, e) from e
         except (TimeoutError, httpx.TimeoutException) as e:
             raise EncoderUnavailable(f"no reply from {url} in time", reason="encoder_timeout") from e
         except httpx.HTTPError as e:
-            raise down(url, e) from e
+            raise down_error(url, e) from e
         if answer.status != 200:
-            raise refusal_of(url, answer)
+            raise error_of_response(url, answer)
         try:
-            reply = self._decode(seal.open_answer(answer.body))
-        except SealBroken as e:
+            reply = self._decode(seal.open_reply(answer.body))
+        except InvalidSeal as e:
             raise EncoderUnavailable(f"{url}: the reply is {e}", reason="encoder_untrusted") from e
         except (msgspec.MsgspecError, RecursionError) as e:
             raise EncoderUnavailable(f"{url}: invalid message: {e}", reason="encoder_bad_response") from e
-        if isinstance(reply, EncodeRefusal | MediumRefusal):
+        if isinstance(reply, EncodeRefusal | MediaRefusal):
             # The engine's client sees errors about its media item. The URL is irrelevant for these errors.
-            said = reply.message if is_of_medium(reply.reason) else f"{url}: {reply.message}"
+            said = reply.message if is_media_refusal(reply.reason) else f"{url}: {reply.message}"
             raise EncoderRefused(said, reason=reply.reason, retry_after_s=reply.retry_after_s)
-        if not isinstance(reply, _ANSWERS[type(request)]):
+        if not isinstance(reply, _REPLY_TYPES[type(request)]):
             raise EncoderUnavailable(f"{url} sent a reply of another type", reason="encoder_bad_response")
         return reply

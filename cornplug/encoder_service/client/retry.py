@@ -22,20 +22,20 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
-ROUNDS: Final = 4
+MAX_ROUNDS: Final = 4
 """Maximum number of passes of one request through its services."""
-BASE_S: Final = 0.1
-CAP_S: Final = 2.0
+BACKOFF_BASE_S: Final = 0.1
+BACKOFF_CAP_S: Final = 2.0
 """Maximum backoff in seconds. After the n-th consecutive failure, the backoff is uniform in [c/2, c), with
 c = min(CAP_S, BASE_S * 2^(n-1)). The random part of a pause between rounds is uniform in [0, c)."""
-BUSY_S: Final = 0.5
+BUSY_PAUSE_S: Final = 0.5
 """Mean pause in seconds after a refusal without a requested delay."""
-RETRY_AFTER_CAP_S: Final = 60.0
-LEAST_S: Final = 0.005
+MAX_RETRY_AFTER_S: Final = 60.0
+MIN_ATTEMPT_S: Final = 0.005
 """Minimum remaining seconds for another attempt."""
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
@@ -56,11 +56,11 @@ def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
     try:
         seconds = float(value)
     except ValueError:
-        return _until(str(value), time.time() if now_s is None else now_s)
+        return _seconds_until(str(value), time.time() if now_s is None else now_s)
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _until(date: str, now_s: float) -> float | None:
+def _seconds_until(date: str, now_s: float) -> float | None:
     try:
         return max(0.0, parsedate_to_datetime(date).timestamp() - now_s)
     except (ValueError, OverflowError):
@@ -92,7 +92,7 @@ class _Circuit:
     """End of the pause that the service requested. Responses do not end this pause early."""
 
     @property
-    def opens_at(self) -> float:
+    def retry_at(self) -> float:
         return max(self.down_until, self.busy_until)
 
 
@@ -106,20 +106,20 @@ class CircuitBreakers:
         self._circuits = {url: _Circuit() for url in urls}
         self._random = random
 
-    def watch(self, urls: Iterable[str]) -> None:
+    def add_services(self, urls: Iterable[str]) -> None:
         """Add services. Services that were added earlier keep their state."""
         for url in urls:
             self._circuits.setdefault(url, _Circuit())
 
     def is_open(self, url: str, now: float) -> bool:
         """Return whether this service must not be used now."""
-        return now < self._circuits[url].opens_at
+        return now < self._circuits[url].retry_at
 
-    def opens_at(self, url: str) -> float:
+    def retry_at(self, url: str) -> float:
         """Return the time from which requests may be sent to the service again."""
-        return self._circuits[url].opens_at
+        return self._circuits[url].retry_at
 
-    def take(self, url: str, now: float) -> bool:
+    def try_use(self, url: str, now: float) -> bool:
         """Return whether to use this service now. After a failure, only one request probes the service."""
         if self.is_open(url, now):
             return False
@@ -127,33 +127,33 @@ class CircuitBreakers:
         if circuit.failures:
             # Other requests use other services until the probe returns, or until this time if the probe is
             # lost.
-            circuit.down_until = now + _ceiling(circuit.failures)
+            circuit.down_until = now + _max_backoff_s(circuit.failures)
         return True
 
-    def answered(self, url: str) -> None:
+    def record_response(self, url: str) -> None:
         """Record that the service responded with any status."""
         circuit = self._circuits[url]
         circuit.failures, circuit.down_until = 0, 0.0
 
-    def failed(self, url: str, now: float, *, sent: float) -> None:
-        """Record that the service sent no valid response to a request that was sent at `sent`."""
+    def record_failure(self, url: str, now: float, *, sent_at: float) -> None:
+        """Record that the service sent no valid response to a request that was sent at `sent_at`."""
         circuit = self._circuits[url]
-        if sent < circuit.failed_at:
+        if sent_at < circuit.failed_at:
             # Only the first failure in a burst of requests counts.
             return
         circuit.failed_at = now
         # Use at least half of the backoff. With a jitter of 0, each request of a burst would try a dead
         # service.
-        circuit.down_until = now + _ceiling(circuit.failures) * (0.5 + self._random() / 2)
+        circuit.down_until = now + _max_backoff_s(circuit.failures) * (0.5 + self._random() / 2)
         circuit.failures += 1
 
-    def refused(self, url: str, now: float, retry_after_s: float | None) -> None:
+    def record_refusal(self, url: str, now: float, retry_after_s: float | None) -> None:
         """Record that the service is busy or draining. `retry_after_s` is the delay that it requested, or
         None if it requested none."""
-        self.answered(url)
-        pause = BUSY_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
+        self.record_response(url)
+        pause = BUSY_PAUSE_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
         circuit = self._circuits[url]
-        circuit.busy_until = max(circuit.busy_until, now + min(max(pause, 0.0), RETRY_AFTER_CAP_S))
+        circuit.busy_until = max(circuit.busy_until, now + min(max(pause, 0.0), MAX_RETRY_AFTER_S))
 
 
 class RetrySequence:
@@ -180,17 +180,17 @@ class RetrySequence:
         self._position = 0
         # If all services are already down, wait and try only once, so that the caller soon gets the error.
         down = all(circuits.is_open(url, now) for url in order)
-        self._rounds = min(2, ROUNDS) if down else ROUNDS
+        self._rounds = min(2, MAX_ROUNDS) if down else MAX_ROUNDS
 
-    def next(self, now: float) -> SendAttempt | RetryPause | None:
+    def next_step(self, now: float) -> SendAttempt | RetryPause | None:
         """Return the next step, or None to give up."""
         left = self._end - now
-        if left < LEAST_S:
+        if left < MIN_ATTEMPT_S:
             return None
         while self._position < len(self._order):
             url = self._order[self._position]
             self._position += 1
-            if self._circuits.take(url, now):
+            if self._circuits.try_use(url, now):
                 others = self._order[self._position :]
                 spare = any(not self._circuits.is_open(other, now) for other in others)
                 return SendAttempt(url, left / 2 if spare else left)
@@ -198,24 +198,24 @@ class RetrySequence:
         self._round += 1
         if self._round >= self._rounds:
             return None
-        reopening = max(0.0, min(map(self._circuits.opens_at, self._order)) - now)
-        pause = reopening + self._random() * _ceiling(self._round - 1)
-        return RetryPause(pause) if pause + LEAST_S < left else None
+        reopening = max(0.0, min(map(self._circuits.retry_at, self._order)) - now)
+        pause = reopening + self._random() * _max_backoff_s(self._round - 1)
+        return RetryPause(pause) if pause + MIN_ATTEMPT_S < left else None
 
 
-def _ceiling(failures: int) -> float:
-    return min(CAP_S, BASE_S * 2.0 ** min(failures, 16))
+def _max_backoff_s(failures: int) -> float:
+    return min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(failures, 16))
 
 
-_BUSY: Final = frozenset({429, 503})
+_BUSY_STATUSES: Final = frozenset({429, 503})
 """Statuses for an overloaded or draining service, or for a class that exceeds its share. Another service may
 accept the request now, or the same service may accept it later."""
-_FAILED: Final = frozenset({500, 504})
+_FAILED_STATUSES: Final = frozenset({500, 504})
 """Statuses for a request that failed or was too late. Another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpAnswer:
+class HttpResponse:
     """HTTP response with its complete body. Header names are in lower case."""
 
     url: str
@@ -243,16 +243,16 @@ class RemoteFailure(Exception):
         self.refusal = refusal
 
 
-def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
+def parse_embedding(response: HttpResponse, store: Store | None) -> EmbeddingRef | None:
     """Return the embedding, or None if its bytes are neither in the response nor in the store.
 
-    Raises EncoderUnavailable("encoder_bad_response"), and the same errors as `check`.
+    Raises EncoderUnavailable("encoder_bad_response"), and the same errors as `raise_for_status`.
     """
-    check(answer)
+    raise_for_status(response)
     try:
-        if answer.headers.get("content-type", "").startswith(embedding_file.MEDIA_TYPE):
-            meta, data = embedding_file.unpack(answer.body)
-            return EmbeddingRef.inline(
+        if response.headers.get("content-type", "").startswith(engine_seal.EMBEDDING_MEDIA_TYPE):
+            meta, data = engine_seal.unpack_embedding(response.body)
+            return EmbeddingRef.from_response(
                 key=bytes.fromhex(meta["key"]),
                 shape=tuple(meta["shape"]),
                 dtype=str(meta["dtype"]),
@@ -261,7 +261,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
                 data=data,
                 handle=meta["handle"],
             )
-        meta = msgspec.json.decode(answer.body)
+        meta = msgspec.json.decode(response.body)
         if store is None:
             return None
         return from_store(
@@ -272,43 +272,45 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
             handle=meta.get("handle"),
         )
     except (KeyError, ValueError, TypeError) as e:
-        raise _bad_response(answer, repr(e)) from e
+        raise _bad_response(response, repr(e)) from e
 
 
-def models(answer: HttpAnswer) -> list[dict[str, Any]]:
+def parse_models(response: HttpResponse) -> list[dict[str, Any]]:
     """Return the models in a reply to `GET /v1/models`. Raises the same errors as
-    `embedding`."""
-    check(answer)
+    `parse_embedding`."""
+    raise_for_status(response)
     try:
-        return list(msgspec.json.decode(answer.body)["models"])
+        return list(msgspec.json.decode(response.body)["models"])
     except (KeyError, ValueError, TypeError) as e:
-        raise _bad_response(answer, repr(e)) from e
+        raise _bad_response(response, repr(e)) from e
 
 
-def check(answer: HttpAnswer) -> None:
+def raise_for_status(response: HttpResponse) -> None:
     """Raise an exception unless the status is 200.
 
     Raises EncoderUnavailable("encoder_bad_response") if the body is invalid. Otherwise raises RetryLater for
     429 and 503, and for 500 and 504 with a retry delay (in the body or the Retry-After header), RemoteFailure
     for other 500 and 504 responses, and EncoderRefused with the service's reason for all other statuses.
     """
-    if answer.status == 200:
+    if response.status == 200:
         return
     try:
-        error = msgspec.json.decode(answer.body)["error"]
+        error = msgspec.json.decode(response.body)["error"]
         refusal = EncoderRefused(str(error["message"]), reason=str(error["reason"]))
         precise = error.get("retry_after_s")
     except (KeyError, ValueError, TypeError, AttributeError) as e:
-        raise _bad_response(answer, f"HTTP {answer.status}") from e
+        raise _bad_response(response, f"HTTP {response.status}") from e
     pause_s = retry_after_s(precise)
     if pause_s is None:
-        pause_s = retry_after_s(answer.headers.get("retry-after"))
-    if answer.status in _BUSY or (answer.status in _FAILED and pause_s is not None):
+        pause_s = retry_after_s(response.headers.get("retry-after"))
+    if response.status in _BUSY_STATUSES or (response.status in _FAILED_STATUSES and pause_s is not None):
         raise RetryLater(refusal, pause_s)
-    if answer.status in _FAILED:
+    if response.status in _FAILED_STATUSES:
         raise RemoteFailure(refusal)
     raise refusal
 
 
-def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(f"{answer.url} is not an encoder service: {why}", reason="encoder_bad_response")
+def _bad_response(response: HttpResponse, why: str) -> EncoderUnavailable:
+    return EncoderUnavailable(
+        f"{response.url} is not an encoder service: {why}", reason="encoder_bad_response"
+    )

@@ -23,7 +23,7 @@ from cornplug.encoder_service.client.async_client import (
     CONCURRENCY,
     AsyncEncoderClient,
     Item,
-    Medium,
+    MediaInput,
     Result,
     Services,
 )
@@ -70,18 +70,18 @@ class EncoderClient:
         )
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._ended = False
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cornplug-client", daemon=True)
         self._thread.start()
 
     def encode(
         self,
-        image: Medium | None = None,
+        image: MediaInput | None = None,
         *,
         model: str,
-        video: Medium | None = None,
-        audio: Medium | None = None,
+        video: MediaInput | None = None,
+        audio: MediaInput | None = None,
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
@@ -111,7 +111,7 @@ class EncoderClient:
                 # Iterate in the caller's thread, because the iterable may be a generator that calls this
                 # client.
                 for index, item in itertools.islice(waiting, concurrency - len(in_flight)):
-                    future = self._start(
+                    future = self._submit(
                         self._client.encode_item(
                             item, model=model, cache_salt=cache_salt, deadline_s=deadline_s
                         )
@@ -125,7 +125,7 @@ class EncoderClient:
                 index = in_flight.pop(future)
                 result: EmbeddingRef | CornplugError
                 try:
-                    result = _result(future)
+                    result = _wait_result(future)
                 except CornplugError as e:
                     result = e
                 yield index, result
@@ -140,10 +140,10 @@ class EncoderClient:
     def close(self) -> None:
         """Close the client. Calls in progress on other threads fail with "closed", and so do later calls."""
         with self._lock:
-            if self._ended or self._pid != os.getpid():
+            if self._closed or self._pid != os.getpid():
                 return
-            self._ended = True
-            asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
+            self._closed = True
+            asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
@@ -156,7 +156,7 @@ class EncoderClient:
     ) -> None:
         self.close()
 
-    async def _shut(self) -> None:
+    async def _shut_down(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -166,16 +166,16 @@ class EncoderClient:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the client's thread and return its result. `work` must have its own deadline."""
-        future = self._start(work)
+        future = self._submit(work)
         try:
-            return _result(future)
+            return _wait_result(future)
         finally:
             # Cancel the work after a KeyboardInterrupt. This has no effect if the work is done.
             future.cancel()
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
-            if self._ended or self._pid != os.getpid():
+            if self._closed or self._pid != os.getpid():
                 work.close()
                 raise EncoderUnavailable(
                     "this client was closed, or created before a fork; create a new client", reason="closed"
@@ -183,7 +183,7 @@ class EncoderClient:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
-def _result(future: Future[T]) -> T:
+def _wait_result(future: Future[T]) -> T:
     try:
         return future.result()
     except CancelledError:

@@ -7,7 +7,7 @@ or dies.
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
 
-Requests are sent only after the service has proved that it has the secret (`handshake`).
+Requests are sent only after the service has proved that it has the secret (`wire/messages.py`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.handshake import (
-    HANDSHAKE_TIMEOUT_S,
-    MAX_BYTES,
-    EngineHandshake,
-    check_user,
-)
 from cornplug.encoder_service.wire.messages import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
+    MAX_HANDSHAKE_BYTES,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
     EncodeReply,
     EncodeRequest,
+    EngineHandshake,
     Reply,
     Request,
     ServedModel,
+    check_user,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
-from cornplug.local_socket import FrameBuffer, frame
+from cornplug.local_socket import FrameBuffer, encode_frame
 
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _MARGIN_S: Final = 5.0
@@ -69,24 +67,24 @@ class SocketEncoder:
         self._lock = threading.Lock()
         self._frames = FrameBuffer(limit=MAX_FRAME_BYTES)
         self._pending: dict[int, tuple[Future[Result], float]] = {}
-        self._describing: set[int] = set()
+        self._describe_ids: set[int] = set()
         self._ids = itertools.count(1)
         self._last_id = 0
         self._socket: socket.socket | None = None
-        self._refusing: EncoderUnavailable | None = None
+        self._connect_error: EncoderUnavailable | None = None
         """Error of the last attempt to connect. Requests fail with this error until an attempt succeeds."""
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(Reply).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="cornplug-encoder", daemon=True)
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
         """Send one request. This client chooses the request's `id`. Returns immediately."""
-        # For an EncodeRequest, `_reply` sets only an EncodeReply as the future's result.
+        # For an EncodeRequest, `_handle_reply` sets only an EncodeReply as the future's result.
         return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
@@ -106,7 +104,7 @@ class SocketEncoder:
     def refusal(self) -> EncoderError | None:
         """Error with which a request would fail immediately, or None if the request would be sent."""
         with self._lock:
-            return self._problem()
+            return self._immediate_error()
 
     def close(self) -> None:
         """Fail pending requests with "encoder_down" and end the thread."""
@@ -128,12 +126,12 @@ class SocketEncoder:
         with self._lock:
             number = next(self._ids)
             self._last_id = number
-            problem = self._problem()
+            problem = self._immediate_error()
             if problem is None:
                 if isinstance(request, EncodeRequest):
                     request = msgspec.structs.replace(request, id=number)
                 else:
-                    self._describing.add(number)
+                    self._describe_ids.add(number)
                 try:
                     self._frames.add(number, self._encode(request))
                     self._pending[number] = (future, time.monotonic() + deadline_s)
@@ -145,23 +143,23 @@ class SocketEncoder:
             self._wake()
         return future
 
-    def _problem(self) -> EncoderError | None:
+    def _immediate_error(self) -> EncoderError | None:
         if self._closed:
-            return self._down("no service responds")
-        if self._refusing is not None:
-            return EncoderUnavailable(str(self._refusing), reason=self._refusing.reason)
+            return self._down_error("no service responds")
+        if self._connect_error is not None:
+            return EncoderUnavailable(str(self._connect_error), reason=self._connect_error.reason)
         if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
             return EncoderUnavailable(
                 f"the service at {self._path} does not read from its socket", reason="encoder_timeout"
             )
         return None
 
-    def _down(self, why: str) -> EncoderUnavailable:
+    def _down_error(self, why: str) -> EncoderUnavailable:
         return EncoderUnavailable(
             f"{why} at {self._path}; start it with: cornplug encoder --model ...", reason="encoder_down"
         )
 
-    def _untrusted(self, why: EncoderUnavailable) -> EncoderUnavailable:
+    def _untrusted_error(self, why: EncoderUnavailable) -> EncoderUnavailable:
         return EncoderUnavailable(f"{self._path}: {why}", reason=why.reason)
 
     def _run(self) -> None:
@@ -173,7 +171,7 @@ class SocketEncoder:
             if isinstance(sock, EncoderUnavailable):
                 error = sock
             else:
-                error = self._converse(sock, asking)
+                error = self._run_connection(sock, asking)
                 with self._lock:
                     served, self._socket = self._socket is not None, None
                 sock.close()
@@ -187,11 +185,11 @@ class SocketEncoder:
             if error.reason != "encoder_down":
                 # A service that sent a bad response would send it again, so do not retry in a tight loop.
                 self._sleep(_BACKOFF_S[-1])
-        self._fail_all(self._down("this client was closed"), refuse=True)
-        self._woken.close()
-        self._waker.close()
+        self._fail_all(self._down_error("this client was closed"), refuse=True)
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
-    def _connect(self, asking: EngineHandshake) -> socket.socket | EncoderUnavailable:
+    def _connect(self, handshake: EngineHandshake) -> socket.socket | EncoderUnavailable:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # `connect` would block indefinitely if a stopped service's backlog is full.
         sock.settimeout(1.0)
@@ -199,21 +197,21 @@ class SocketEncoder:
             sock.connect(str(self._path))
             check_user(sock)
             # The hello fits into the buffer of a new connection.
-            sock.sendall(frame(asking.hello(), limit=MAX_BYTES))
+            sock.sendall(encode_frame(handshake.create_hello(), limit=MAX_HANDSHAKE_BYTES))
         except EncoderUnavailable as e:
             sock.close()
-            return self._untrusted(e)
+            return self._untrusted_error(e)
         except OSError:
             sock.close()
-            return self._down("no service responds")
+            return self._down_error("no service responds")
         sock.setblocking(False)
         return sock
 
-    def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
+    def _run_connection(self, sock: socket.socket, handshake: EngineHandshake) -> EncoderUnavailable:
         """Send and receive until the connection ends. Return the error that ended it."""
         give_up_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
             selector.register(sock, selectors.EVENT_READ)
             while not self._closed:
                 with self._lock:
@@ -224,10 +222,10 @@ class SocketEncoder:
                 if not trusted:
                     left_s = give_up_s - time.monotonic()
                     if left_s <= 0:
-                        return self._down("no handshake in time")
+                        return self._down_error("no handshake in time")
                     timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
                 for key, events in selector.select(timeout_s):
-                    if key.fileobj is self._woken:
+                    if key.fileobj is self._wake_receiver:
                         self._drain_wakes()
                         continue
                     try:
@@ -236,33 +234,33 @@ class SocketEncoder:
                                 self._frames.send(sock)
                         if events & selectors.EVENT_READ:
                             for body in self._frames.receive(sock):
-                                self._take(sock, asking, body)
+                                self._handle_frame(sock, handshake, body)
                     except EncoderUnavailable as e:
-                        return self._untrusted(e)
+                        return self._untrusted_error(e)
                     except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
                         return EncoderUnavailable(
                             f"{self._path} does not use the encoder's protocol: {e}",
                             reason="encoder_bad_response",
                         )
                     except OSError as e:
-                        return self._down(f"the service disconnected ({e.strerror or e})")
-                self._expire()
-        return self._down("this client was closed")
+                        return self._down_error(f"the service disconnected ({e.strerror or e})")
+                self._expire_requests()
+        return self._down_error("this client was closed")
 
-    def _take(self, sock: socket.socket, asking: EngineHandshake, body: bytes) -> None:
+    def _handle_frame(self, sock: socket.socket, handshake: EngineHandshake, body: bytes) -> None:
         if self._socket is not None:
-            self._reply(self._decode(body))
+            self._handle_reply(self._decode(body))
             return
-        sock.sendall(frame(asking.proof(body), limit=MAX_BYTES))
+        sock.sendall(encode_frame(handshake.create_proof(body), limit=MAX_HANDSHAKE_BYTES))
         with self._lock:
-            self._socket, self._refusing = sock, None
+            self._socket, self._connect_error = sock, None
 
-    def _reply(self, reply: Reply) -> None:
+    def _handle_reply(self, reply: Reply) -> None:
         if isinstance(reply, DescribeReply):
             # A DescribeReply has no id, so it completes all pending DescribeRequests.
             with self._lock:
-                asked = [self._pending.pop(n)[0] for n in self._describing if n in self._pending]
-                self._describing.clear()
+                asked = [self._pending.pop(n)[0] for n in self._describe_ids if n in self._pending]
+                self._describe_ids.clear()
             for future in asked:
                 _succeed(future, reply)
             return
@@ -283,7 +281,7 @@ class SocketEncoder:
                 return None
             return max(0.0, min(deadline for _, deadline in self._pending.values()) - time.monotonic())
 
-    def _expire(self) -> None:
+    def _expire_requests(self) -> None:
         now = time.monotonic()
         with self._lock:
             late = {n for n, (_, deadline) in self._pending.items() if deadline <= now}
@@ -294,7 +292,7 @@ class SocketEncoder:
                 del self._pending[n]
             if late or gone:
                 self._frames.drop(late | gone)
-                self._describing -= late | gone
+                self._describe_ids -= late | gone
         for future in expired:
             _fail(
                 future,
@@ -303,10 +301,10 @@ class SocketEncoder:
 
     def _fail_all(self, error: EncoderUnavailable, *, refuse: bool) -> None:
         with self._lock:
-            self._refusing = error if refuse else None
+            self._connect_error = error if refuse else None
             failed = [future for future, _ in self._pending.values()]
             self._pending.clear()
-            self._describing.clear()
+            self._describe_ids.clear()
             self._frames.clear()
         for future in failed:
             _fail(future, error)
@@ -318,19 +316,19 @@ class SocketEncoder:
         while not self._closed and (left := end - time.monotonic()) > 0:
             deadline = self._next_deadline_s()
             with selectors.DefaultSelector() as selector:
-                selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(self._wake_receiver, selectors.EVENT_READ)
                 if selector.select(left if deadline is None else min(left, deadline)):
                     self._drain_wakes()
-            self._expire()
+            self._expire_requests()
 
     def _wake(self) -> None:
         # An error means that the buffer is full, so the thread wakes up anyway, or that the thread has ended.
         with contextlib.suppress(OSError):
-            self._waker.send(b"x")
+            self._wake_sender.send(b"x")
 
     def _drain_wakes(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while self._wake_receiver.recv(4096):
                 pass
 
 

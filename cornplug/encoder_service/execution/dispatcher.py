@@ -7,7 +7,7 @@ A lane is a thread that runs one batch at a time on an executor. A batch is form
 lane is free. If a batch fails, its jobs are retried one by one. If a replica (an executor's process) dies,
 its jobs are retried once on another replica.
 
-`RequestReplies` counts each reply before sending it to the caller.
+`ReplySender` counts each reply before sending it to the caller.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.request_observer import RequestObserver
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.towers.tower_turn import PassAbandoned
-from cornplug.encoder_service.wire.messages import A_FAULT, EncodeRefusal, EncodeReply, WireTensor
+from cornplug.encoder_service.towers.base import PassAbandoned, TowerItem
+from cornplug.encoder_service.wire.messages import (
+    INTERNAL_ERROR_MESSAGE,
+    EncodeRefusal,
+    EncodeReply,
+    WireTensor,
+)
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
@@ -44,7 +48,7 @@ _MAX_PUBLISHERS: Final = 4
 log = logging.getLogger(__name__)
 
 
-class RequestReplies:
+class ReplySender:
     """Sends replies to pending requests, and reports the requests' durations to metrics and admission.
     Thread-safe."""
 
@@ -52,7 +56,7 @@ class RequestReplies:
         self.admission = admission
         self.observer = observer
 
-    def answer(
+    def send_embedding(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
     ) -> EncodeReply:
         """Send the embedding to a request's caller, and return the reply."""
@@ -67,9 +71,9 @@ class RequestReplies:
             service_time_s=seconds,
         )
         # Count the reply before the caller receives it, so that the caller's next scrape includes the reply.
-        self.admission.answered(pending, seconds)
-        self.observer.answered(pending, origin, stored=stored, seconds=seconds)
-        pending.answer(reply)
+        self.admission.record_reply(pending, seconds)
+        self.observer.on_reply(pending, origin, stored=stored, seconds=seconds)
+        pending.send_reply(reply)
         return reply
 
     def refuse(
@@ -78,14 +82,14 @@ class RequestReplies:
         """Reject one request, unless it already has a reply."""
         if pending.future.done():
             return
-        self.observer.refused(pending, reason)
-        pending.answer(
+        self.observer.on_refusal(pending, reason)
+        pending.send_reply(
             EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
         )
 
     def refuse_late(self, pending: PendingRequest) -> None:
         """Reject one request, because its deadline passed before a tower began to process it."""
-        self.admission.answered(pending, time.monotonic() - pending.received_s)
+        self.admission.record_reply(pending, time.monotonic() - pending.received_s)
         self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
@@ -106,7 +110,7 @@ class BatchDispatcher:
         batcher: Batcher[JobPayload],
         executors: Sequence[BatchExecutor],
         cache: ResultCache,
-        replies: RequestReplies,
+        replies: ReplySender,
         shares_features: Callable[[LoadedModel], bool],
         *,
         urgent_lanes: bool,
@@ -124,7 +128,7 @@ class BatchDispatcher:
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
         """Jobs that wait for features that another batch is computing, by feature key."""
-        self._ended_s: dict[BatchExecutor, float] = {}
+        self._last_end_s: dict[BatchExecutor, float] = {}
         """Time at which each executor finished its last batch."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         urgent = self._executors if urgent_lanes else ()
@@ -145,13 +149,13 @@ class BatchDispatcher:
         for lane in self._lanes:
             lane.start()
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether every lane is running and at least one executor is ready."""
-        return all(lane.is_alive() for lane in self._lanes) and self.ready()
+        return all(lane.is_alive() for lane in self._lanes) and self.is_ready()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether at least one executor would accept a batch."""
-        return any(executor.ready() for executor in self._executors)
+        return any(executor.is_ready() for executor in self._executors)
 
     def close(self, deadline_s: float) -> bool:
         """Reject the jobs that are left in the batcher, end running tower passes between two layers, then end
@@ -171,15 +175,15 @@ class BatchDispatcher:
     def _serve(self, executor: BatchExecutor) -> None:
         while True:
             # If no executor is ready, take batches anyway, to reject them immediately.
-            while not executor.ready() and self.ready() and not self._closing.is_set():
+            while not executor.is_ready() and self.is_ready() and not self._closing.is_set():
                 executor.wait_ready(_POLL_S)
-            batch = self._batcher.take()
+            batch = self._batcher.take_batch()
             if not batch:
                 return
             self._run(batch, executor)
 
     def _serve_urgent(self, executor: BatchExecutor) -> None:
-        while (job := self._batcher.take_urgent(self._usual_lanes)) is not None:
+        while (job := self._batcher.take_urgent_job(self._usual_lanes)) is not None:
             self._run([job], executor, urgent=True)
 
     def _run(
@@ -246,11 +250,11 @@ class BatchDispatcher:
         done = self._computing.submit(self._compute, batch, executor, urgent=urgent)
         error = done.exception()
         if error is None:  # a failed batch may be short, so its time is not measured
-            self._admission.computed(batch, time.monotonic() - started - done.result())
+            self._admission.record_batch(batch, time.monotonic() - started - done.result())
         return error
 
     def _ready_executor(self, preferred: BatchExecutor) -> BatchExecutor | None:
-        return next((e for e in (preferred, *self._executors) if e.ready()), None)
+        return next((e for e in (preferred, *self._executors) if e.is_ready()), None)
 
     def _compute(
         self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
@@ -268,15 +272,17 @@ class BatchDispatcher:
         encode_batch = EncodeBatch(
             items=tuple(job.payload.item for job in distinct),
             features=kept,
-            wanted=tuple((job.payload.model, index[job.feature_key]) for job in batch),
-            keep=self._shares_features(distinct[0].payload.model),
+            targets=tuple((job.payload.model, index[job.feature_key]) for job in batch),
+            returns_features=self._shares_features(distinct[0].payload.model),
             urgent=urgent,
             share=max(job.qos.share for job in batch),
-            abandoned=lambda: self._closing.is_set() or not any(_is_awaited(job) for job in batch),
+            is_abandoned=lambda: (
+                self._closing.is_set() or not any(_has_waiting_request(job) for job in batch)
+            ),
         )
         ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
-        with self._observer.computing(batch, ran):
-            result, seconds = self._timed(executor, encode_batch)
+        with self._observer.record_batch(batch, ran):
+            result, seconds = self._run_timed(executor, encode_batch)
         # If all features were cached, only the projector ran, and its time is the cost of the embeddings.
         token_s = seconds / max(1, sum(ran) or sum(job.tokens for job in batch))
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
@@ -284,14 +290,14 @@ class BatchDispatcher:
             i = index[job.feature_key]
             cost_s = job.tokens * token_s
             published = self._publishing.submit(self._publish, job, embedding, origins[i], cost_s)
-            published.add_done_callback(partial(self._published, job))
+            published.add_done_callback(partial(self._on_published, job))
             if origins[i] == "computed":
                 origins[i] = "coalesced"
         self._cache_features(distinct, result, token_s)
         # A batch that is not urgent occupies its lane while it waits behind another batch on the same device.
         return result.paused_s + (result.waited_s if urgent else 0.0)
 
-    def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
+    def _run_timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """Run a batch. Return (result, seconds for which the batch used the device).
 
         On CUDA, a batch may start while kernels of the previous batch are still running. Therefore the time
@@ -302,22 +308,22 @@ class BatchDispatcher:
         with self._lock:
             ended_s, began_s = time.monotonic(), handed_s + result.waited_s
             if not result.paused_s:
-                began_s = max(began_s, self._ended_s.get(executor, began_s))
-            self._ended_s[executor] = ended_s
+                began_s = max(began_s, self._last_end_s.get(executor, began_s))
+            self._last_end_s[executor] = ended_s
         return result, max(0.0, ended_s - began_s - result.paused_s)
 
     def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model
         if not self._shares_features(model):
             return None
-        return self._cache.features(job.feature_key, model.dtype)
+        return self._cache.look_up_features(job.feature_key, model.dtype)
 
     def _cache_features(
         self, distinct: Sequence[EncodeJob[JobPayload]], result: BatchResult, token_s: float
     ) -> None:
         for i, features in result.features.items():
             job = distinct[i]
-            self._cache.keep(job.feature_key, features)
+            self._cache.cache_features(job.feature_key, features)
             if not job.payload.model.checkpoint.family.shares_features:
                 continue  # features are larger than embeddings, and no other service would read them
             opener = job.requests[0]
@@ -335,7 +341,7 @@ class BatchDispatcher:
         self, job: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin, cost_s: float
     ) -> None:
         opener = job.requests[0]
-        with self._observer.stage("publish", opener):
+        with self._observer.record_stage("publish", opener):
             stored = self._cache.publish(
                 PayloadKind.EMBEDDING,
                 job.key[0],
@@ -349,12 +355,12 @@ class BatchDispatcher:
         requests = self._batcher.finish(job)
         tensor = None if stored and not any(w.inline for w in requests) else to_wire(embedding)
         for pending in requests:
-            self._replies.answer(
+            self._replies.send_embedding(
                 pending, origin, stored=stored, tensor=tensor if pending.inline or not stored else None
             )
             origin = "coalesced" if origin == "computed" else origin
 
-    def _published(self, job: EncodeJob[JobPayload], done: Future[None]) -> None:
+    def _on_published(self, job: EncodeJob[JobPayload], done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
             self._fail([job], error)
@@ -363,7 +369,7 @@ class BatchDispatcher:
         """Log the error, and reject all requests in the batch."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
-        self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)
+        self._refuse(batch, str(error) if lost else INTERNAL_ERROR_MESSAGE, 1.0 if lost else None)
 
     def _refuse(
         self,
@@ -378,5 +384,5 @@ class BatchDispatcher:
                 self._replies.refuse(pending, reason, message, retry_after_s)
 
 
-def _is_awaited(job: EncodeJob[JobPayload]) -> bool:
+def _has_waiting_request(job: EncodeJob[JobPayload]) -> bool:
     return any(not pending.future.done() for pending in tuple(job.requests))

@@ -1,5 +1,5 @@
 """Core of the encoder service. It admits and queues requests. `BatchDispatcher` runs batches, and
-`RequestReplies` sends replies.
+`ReplySender` sends replies.
 
     submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> replies
               check, digest, join
@@ -21,10 +21,9 @@ import msgspec
 
 from cornplug import identity
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, RequestReplies
-from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
+from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, ReplySender
+from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor, WeightReloader
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.decode_lanes import (
     BudgetShare,
@@ -32,24 +31,29 @@ from cornplug.encoder_service.preprocess.decode_lanes import (
     DecodeLanes,
     DecodeLimits,
 )
-from cornplug.encoder_service.request_observer import OFF, RequestObserver, RequestTracing
+from cornplug.encoder_service.request_observer import NO_TRACING, RequestObserver, RequestTracing
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, EncodeResult, PendingRequest
 from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.wire.messages import A_FAULT, EncodeReply, EncodeRequest, ServedModel
+from cornplug.encoder_service.wire.messages import (
+    INTERNAL_ERROR_MESSAGE,
+    EncodeReply,
+    EncodeRequest,
+    ServedModel,
+)
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
 MAX_BATCH_TOKENS: Final = 32_768
 """Maximum number of tokens in a batch, unless its first item has more. This limits the memory for a tower."""
 _APP_MAX: Final = 64
-_END_S: Final = 1.0
+_CLOSE_TIMEOUT_S: Final = 1.0
 """Maximum seconds that `close` waits for a tower to finish its current layer."""
 _DECODER_BYTES: Final = 1 << 30
 """Maximum bytes of a decoding process's address space, without the media item."""
-_DECODER_BYTES_A_PIXEL: Final = 24
+_DECODER_BYTES_PER_PIXEL: Final = 24
 """Maximum bytes that a decoding process uses per pixel of the largest accepted image. This includes the
 coefficients, and the decoded, the rotated and the blended image."""
 
@@ -80,15 +84,17 @@ class EncoderCore:
         executors: Sequence[BatchExecutor] = (),
         limits: EncoderLimits | None = None,
         classes: QosClasses | None = None,
-        tracing: RequestTracing = OFF,
+        tracing: RequestTracing = NO_TRACING,
     ) -> None:
         limits = limits or EncoderLimits()
         self.registry = registry
         self.classes = classes or QosClasses.single()
         self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
-        self._queue_limit = QueueLimit(self.classes.all(), limits.max_waiting)
+        self._queue_limit = QueueLimit(self.classes.ranked_classes(), limits.max_waiting)
         self.budget = ByteBudget(
-            {qos: qos.share for qos in self.classes.all()}, limits.max_prepared_bytes, purpose="to prepare it"
+            {qos: qos.share for qos in self.classes.ranked_classes()},
+            limits.max_prepared_bytes,
+            purpose="to prepare it",
         )
         self.decode_lanes: DecodeLanes | None = None
         """Lanes (threads with processes) that decode media, or None before `open_decode_lanes` was called."""
@@ -96,7 +102,7 @@ class EncoderCore:
             max_items=limits.max_batch_items,
             max_tokens=limits.max_batch_tokens,
             clock=time.monotonic,
-            lanes=lambda: sum(e.lanes for e in self._executors if e.ready()),
+            lanes=lambda: sum(e.lanes for e in self._executors if e.is_ready()),
         )
         self._batcher: Batcher[JobPayload] = Batcher(
             max_items=limits.max_batch_items,
@@ -104,49 +110,51 @@ class EncoderCore:
             clock=time.monotonic,
             on_late=lambda pending: self._replies.refuse_late(pending),
             batch_token_limit=self._admission.batch_token_limit,
-            has_urgent_lane=len(self.classes.all()) > 1,
+            has_urgent_lane=len(self.classes.ranked_classes()) > 1,
             is_long=self._admission.is_long,
         )
-        self.meters = ServiceMetrics(
+        self.metrics = ServiceMetrics(
             ServiceGauges(
-                self.waiting,
-                queue=self._batcher.queue,
-                models=registry.served,
-                predicted=self._predicted_s,
-                preparing=lambda: {} if self.decode_lanes is None else self.decode_lanes.queue(),
-                prepared_bytes=self.budget.held_bytes,
-                executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
+                self.count_waiting,
+                queue_by_class=self._batcher.queue_by_class,
+                models=registry.served_models,
+                predicted_s_by_class=self._predict_by_class_s,
+                decode_queue_by_class=lambda: (
+                    {} if self.decode_lanes is None else self.decode_lanes.queue_by_class()
+                ),
+                prepared_bytes=self.budget.count_used_bytes,
+                executors=lambda: (sum(e.is_ready() for e in self._executors), len(self._executors)),
             ),
-            classes=[c.name for c in self.classes.all()],
+            classes=[c.name for c in self.classes.ranked_classes()],
         )
-        self.observer = RequestObserver(self.meters, tracing)
-        self._replies = RequestReplies(self._admission, self.observer)
+        self.observer = RequestObserver(self.metrics, tracing)
+        self._replies = ReplySender(self._admission, self.observer)
         self._cache = cache
-        cache.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
+        cache.on_failure = lambda reason: self.metrics.store_failures.labels(reason).inc()
         self._secret = secret
         self._admission_threads = ThreadPoolExecutor(limits.admission_threads, "cornplug-admit")
-        self._reloader = WeightReloader(registry, self._executors, self._queue_limit.identities)
+        self._reloader = WeightReloader(registry, self._executors, self._queue_limit.identities_in_use)
         self._dispatcher = BatchDispatcher(
             self._batcher,
             self._executors,
             cache,
             self._replies,
             registry.shares_features,
-            urgent_lanes=len(self.classes.all()) > 1,
+            urgent_lanes=len(self.classes.ranked_classes()) > 1,
         )
-        self._ended: bool | None = None
+        self._closed_cleanly: bool | None = None
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
         """Create and return the lanes (threads with processes) that decode media. `close` ends them."""
         if self.decode_lanes is not None:
             self.decode_lanes.close()
         self.decode_lanes = DecodeLanes(
-            self.classes.all(),
+            self.classes.ranked_classes(),
             lanes=config.prepare_threads,
             limits=DecodeLimits(
-                max_bytes=_DECODER_BYTES + _DECODER_BYTES_A_PIXEL * config.max_pixels,
+                max_bytes=_DECODER_BYTES + _DECODER_BYTES_PER_PIXEL * config.max_pixels,
             ),
-            on_killed=lambda why: self.meters.decoders_killed.labels(why).inc(),
+            on_killed=lambda why: self.metrics.decoders_killed.labels(why).inc(),
             clock=time.monotonic,
         )
         return self.decode_lanes
@@ -159,7 +167,7 @@ class EncoderCore:
         inline: bool = False,
         caller: QosCaller | None = None,
         budget_share: BudgetShare | None = None,
-    ) -> Future[Answer]:
+    ) -> Future[EncodeResult]:
         """Request one embedding.
 
         The future never raises, because errors are `EncodeRefusal` replies. Cancel the future to withdraw the
@@ -173,74 +181,78 @@ class EncoderCore:
             budget_share: Budget share that already counts the bytes of the inputs. By default, the bytes of
                 `request.inputs` are counted until the reply.
         """
-        qos = self.classes.of_app(request.app) if caller is None else caller.qos
+        qos = self.classes.class_of_app(request.app) if caller is None else caller.qos
         if caller is not None and caller.app is not None:
             request = msgspec.structs.replace(request, app=caller.app)
         account = None if caller is None else caller.account
         pending = PendingRequest(
             request=request, received_s=time.monotonic(), qos=qos, inline=inline, account=account
         )
-        model = self.registry.by_identity(request.identity)
-        self.observer.received(pending, model)
+        model = self.registry.find_by_identity(request.identity)
+        self.observer.on_received(pending, model)
         if model is None:
-            names = ", ".join(m.name for m in self.registry.served())
+            names = ", ".join(m.name for m in self.registry.served_models())
             self._replies.refuse(
                 pending, "unknown_model", f"no served model has this identity; served models: {names}"
             )
             return pending.future
-        if not self._dispatcher.ready():
+        if not self._dispatcher.is_ready():
             self._replies.refuse(pending, "overloaded", "no replica is running; all are being restarted", 1.0)
             return pending.future
-        if (full := self._queue_limit.enter(pending)) is not None:
-            self._replies.refuse(pending, *full, self._admission.half_drained_s(self._batcher))
+        if (full := self._queue_limit.acquire(pending)) is not None:
+            self._replies.refuse(pending, *full, self._admission.predict_half_drained_s(self._batcher))
             return pending.future
         if budget_share is None and not self._reserve_bytes(pending):
-            self._queue_limit.leave(pending)
+            self._queue_limit.release(pending)
             return pending.future
-        pending.future.add_done_callback(lambda _: self._release(pending))
+        pending.future.add_done_callback(lambda _: self._release_slot(pending))
         admitted = self._admission_threads.submit(self._admit, pending, model, inputs or request.inputs)
         admitted.add_done_callback(lambda done: self._report_failure(done, pending))
         return pending.future
 
-    def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
+    def reply_from_cache(
+        self, request: EncodeRequest, *, inline: bool, caller: QosCaller
+    ) -> EncodeReply | None:
         """Return the reply if the store has the embedding, else None. The request's inputs are not needed.
 
         A miss is not counted, because the caller calls `submit` next.
         """
-        model = self.registry.by_identity(request.identity)
+        model = self.registry.find_by_identity(request.identity)
         if model is None:
             return None
         if caller.app is not None:
             request = msgspec.structs.replace(request, app=caller.app)
         received_s = time.monotonic()
-        found = self._cache.embedding(request.key, model.dtype, inline=inline)
+        found = self._cache.look_up_embedding(request.key, model.dtype, inline=inline)
         if found is None:
             return None
         pending = PendingRequest(request=request, received_s=received_s, qos=caller.qos, inline=inline)
-        self.observer.received(pending, model)
+        self.observer.on_received(pending, model)
         self._admission.record_cache_outcome(hit=True)
-        return self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
+        return self._replies.send_embedding(pending, "cached", stored=True, tensor=found.tensor)
 
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
         """Count the bytes of a request's inputs in the budget until the reply. If they do not fit, reject the
         request and return False."""
-        share = self.budget.share(pending.qos)
+        share = self.budget.open_share(pending.qos)
         try:
-            share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
+            share.resize(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
         except EncoderRefused as e:
-            self._replies.refuse(pending, "overloaded", str(e), self._admission.half_drained_s(self._batcher))
+            self._replies.refuse(
+                pending, "overloaded", str(e), self._admission.predict_half_drained_s(self._batcher)
+            )
             return False
         pending.future.add_done_callback(lambda _: share.close())
         return True
 
-    def predicted_of(self, qos: ServiceClass) -> float:
+    def predict_class_s(self, qos: ServiceClass) -> float:
         """Return the predicted seconds until a tower has processed a new request of this class. Decoding is
         not included."""
-        return self._admission.predicted_of(qos, self._batcher)
+        return self._admission.predict_class_s(qos, self._batcher)
 
-    def _predicted_s(self) -> dict[str, float]:
-        towers = self._admission.predicted_s(self.classes.all(), self._batcher)
-        decoding = {} if self.decode_lanes is None else self.decode_lanes.predicted_s()
+    def _predict_by_class_s(self) -> dict[str, float]:
+        towers = self._admission.predict_by_class_s(self.classes.ranked_classes(), self._batcher)
+        decoding = {} if self.decode_lanes is None else self.decode_lanes.predict_by_class_s()
         return {name: seconds + decoding.get(name, 0.0) for name, seconds in towers.items()}
 
     def precheck(self, qos: ServiceClass, deadline_s: float) -> AdmissionRefusal | None:
@@ -250,7 +262,7 @@ class EncoderCore:
         """
         return self._admission.precheck(qos, deadline_s, self._batcher)
 
-    def waiting(self) -> int:
+    def count_waiting(self) -> int:
         """Return the number of admitted requests that have no reply yet."""
         return len(self._queue_limit)
 
@@ -259,9 +271,9 @@ class EncoderCore:
         """Whether there is a store to publish embeddings to."""
         return self._cache.has_store
 
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return whether all lanes are running and at least one executor is ready."""
-        return self._dispatcher.alive()
+        return self._dispatcher.is_alive()
 
     def start_decoding(self) -> None:
         """Start the decoding processes, so that the first media items do not wait for them."""
@@ -273,9 +285,9 @@ class EncoderCore:
         an image processor is still running."""
         return self.decode_lanes is None or self.decode_lanes.close()
 
-    def decoding_ready(self) -> bool:
+    def is_decoding_ready(self) -> bool:
         """Return whether a new media item would soon be decoded."""
-        return self.decode_lanes is None or self.decode_lanes.ready()
+        return self.decode_lanes is None or self.decode_lanes.is_ready()
 
     def reload(self, name: str | None = None) -> tuple[ServedModel, ...]:
         """Load and serve the weights that are now on disk, for the model `name` or for all models if None.
@@ -295,13 +307,13 @@ class EncoderCore:
 
         Returns False if a thread is still computing after about 2 s. The process must then be killed.
         """
-        if self._ended is None:
+        if self._closed_cleanly is None:
             self._queue_limit.drain(0.0)
             decoding_ended = self.stop_decoding()
             self._admission_threads.shutdown(wait=True, cancel_futures=True)
             self._batcher.close()
-            self._ended = self._dispatcher.close(_END_S) and decoding_ended
-        return self._ended
+            self._closed_cleanly = self._dispatcher.close(_CLOSE_TIMEOUT_S) and decoding_ended
+        return self._closed_cleanly
 
     def _admit(self, pending: PendingRequest, model: LoadedModel, inputs: Mapping[str, TowerInput]) -> None:
         request = pending.request
@@ -312,10 +324,10 @@ class EncoderCore:
             return self._replies.refuse(pending, "bad_input", problem)
         if not 1 <= len(request.app) <= _APP_MAX:
             return self._replies.refuse(pending, "bad_input", f"app: must have 1 to {_APP_MAX} characters")
-        if self._answer_from_store(pending, model):
+        if self._reply_from_store(pending, model):
             return self._admission.record_cache_outcome(hit=True)
         try:
-            with self.observer.stage("prepare", pending):
+            with self.observer.record_stage("prepare", pending):
                 item = model.tower.prepare(inputs)
         except EncoderRefused as e:
             return self._replies.refuse(pending, "bad_input", str(e))
@@ -325,11 +337,11 @@ class EncoderCore:
         if pending.due_s <= time.monotonic():
             return self._replies.refuse_late(pending)
         key = (request.key, request.identity)
-        joins = self._batcher.has(key)
-        if not joins and self._answer_from_store(pending, model):
+        joins = self._batcher.has_job(key)
+        if not joins and self._reply_from_store(pending, model):
             # Between the two lookups, a job with this key has stored its result and finished.
             return self._admission.record_cache_outcome(hit=True)
-        self.observer.queued(pending, item.tokens)
+        self.observer.on_queued(pending, item.tokens)
         job = EncodeJob(
             key=key,
             feature_key=feature_key,
@@ -340,7 +352,7 @@ class EncoderCore:
         )
         self._admission.record_cache_outcome(hit=joins)
         # A request that joins a running or queued job adds no work, so it is always admitted.
-        refusal = None if joins else self._admission.refusal(job, self._batcher)
+        refusal = None if joins else self._admission.admit(job, self._batcher)
         if refusal is not None:
             return self._replies.refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
         self._batcher.join_or_add(job)
@@ -355,10 +367,10 @@ class EncoderCore:
             self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
 
-    def _answer_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
-        found = self._cache.embedding(pending.request.key, model.dtype, inline=pending.inline)
+    def _reply_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
+        found = self._cache.look_up_embedding(pending.request.key, model.dtype, inline=pending.inline)
         if found is not None:
-            self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
+            self._replies.send_embedding(pending, "cached", stored=True, tensor=found.tensor)
         return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
@@ -367,8 +379,8 @@ class EncoderCore:
             self._replies.refuse(pending, "overloaded", "the service is stopping", 1.0)
         elif (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
-            self._replies.refuse(pending, "internal", A_FAULT)
+            self._replies.refuse(pending, "internal", INTERNAL_ERROR_MESSAGE)
 
-    def _release(self, pending: PendingRequest) -> None:
-        self.observer.gone(pending)
-        self._queue_limit.leave(pending)
+    def _release_slot(self, pending: PendingRequest) -> None:
+        self.observer.on_disconnect(pending)
+        self._queue_limit.release(pending)

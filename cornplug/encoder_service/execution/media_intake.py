@@ -22,14 +22,14 @@ from PIL import Image
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.media.image import BROKEN
-from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, work_of
-from cornplug.encoder_service.preprocess.decoders import MediumHeader
+from cornplug.encoder_service.media.image import DECODE_ERRORS
+from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, decode_cost
+from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preparer import (
     MediaPreparer,
-    MediumSource,
-    OpenMedium,
-    PreprocessedMedium,
+    MediaSource,
+    PreprocessedMedia,
+    UndecodedMedia,
 )
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
@@ -41,33 +41,33 @@ from cornplug.settings import MAX_DEADLINE_S
 _FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
 """Formats whose image size Pillow reads in Python from the first bytes of a file, without a decoder."""
 _HEAD_BYTES: Final = 64 << 10
-_WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
+_WORK_PER_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
 """Number of pixels or samples per byte of a typical file."""
 
 
-def guessed_cost(modality: Modality, parts: Sequence[bytes]) -> int:
+def estimate_cost(modality: Modality, contents: Sequence[bytes]) -> int:
     """Return the estimated decoding cost, in the unit of `decode_lanes.work_of`.
 
-    `parts` is the file, or the images of a video.
+    `contents` is the file, or the images of a video.
     """
-    pixels = _pixels(parts[0]) if modality == "image" and parts else None
-    work = _WORK_A_BYTE[modality] * sum(map(len, parts)) if pixels is None else float(pixels)
-    return work_of(MediumHeader(held_bytes=0, work=work))
+    pixels = _read_pixel_count(contents[0]) if modality == "image" and contents else None
+    work = _WORK_PER_BYTE[modality] * sum(map(len, contents)) if pixels is None else float(pixels)
+    return decode_cost(MediaHeader(decoded_bytes=0, work=work))
 
 
-def _pixels(data: bytes) -> int | None:
+def _read_pixel_count(data: bytes) -> int | None:
     try:
         with Image.open(io.BytesIO(data[:_HEAD_BYTES]), formats=_FORMATS) as image:
             return image.width * image.height
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         return None
-    except BROKEN:
+    except DECODE_ERRORS:
         return None
 
 
-def limited_deadline_s(asked_s: float) -> float:
+def cap_deadline_s(requested_s: float) -> float:
     """Return the requested deadline, limited to MAX_DEADLINE_S seconds."""
-    return min(asked_s, MAX_DEADLINE_S)
+    return min(requested_s, MAX_DEADLINE_S)
 
 
 class MediaIntake:
@@ -78,56 +78,56 @@ class MediaIntake:
         self._threads = threads
         self._decode_lanes = encoder.open_decode_lanes(config)
 
-    def check(self, qos: ServiceClass, end_s: float) -> None:
+    def check_admission(self, qos: ServiceClass, end_s: float) -> None:
         """Raise EncoderRefused if a media item could not be decoded and encoded by `end_s`.
 
         Call this before fetching or decoding an item. `end_s` is on the monotonic clock.
         """
-        left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
+        left_s = end_s - time.monotonic() - self._decode_lanes.predict_class_s(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
-            raise _refusal(refusal)
+            raise _refusal_error(refusal)
 
     async def prepare(
         self,
         preparer: MediaPreparer,
-        read: Callable[[], MediumSource],
+        read_source: Callable[[], MediaSource],
         *,
         caller: QosCaller,
         app: str,
         inline: bool,
         end_s: float,
         budget_share: BudgetShare,
-    ) -> PreprocessedMedium:
+    ) -> PreprocessedMedia:
         """Read a media item and return it: with the reply if it is cached, or else preprocessed for the
         tower.
 
         A file that was decoded before, and whose embedding is cached, is not decoded again. Once the item's
-        header is known, `budget_share` counts its bytes. Raises EncoderRefused, and the same errors as `read`
-        and `preparer`.
+        header is known, `budget_share` counts its bytes. Raises EncoderRefused, and the same errors as
+        `read_source` and `preparer`.
         """
 
         def look_up(request: EncodeRequest) -> EncodeReply | None:
-            return self._encoder.answer_cached(request, inline=inline, caller=caller)
+            return self._encoder.reply_from_cache(request, inline=inline, caller=caller)
 
-        def opened() -> PreprocessedMedium | tuple[OpenMedium, Modality, int]:
-            source = read()
+        def opened() -> PreprocessedMedia | tuple[UndecodedMedia, Modality, int]:
+            source = read_source()
             medium = preparer.open(source)
-            known = medium.recall(look_up)
-            return known or (medium, source.modality, guessed_cost(source.modality, source.parts))
+            known = medium.look_up_cached(look_up)
+            return known or (medium, source.modality, estimate_cost(source.modality, source.contents))
 
-        def run(context: PreprocessContext) -> PreprocessedMedium:
+        def run(context: PreprocessContext) -> PreprocessedMedia:
             output = medium.prepare(context, look_up)
             # Replace the estimate from the header with the actual size.
-            budget_share.need(sum(tensor.nbytes for tensor in output.inputs.values()))
+            budget_share.resize(sum(tensor.nbytes for tensor in output.inputs.values()))
             return output
 
         found = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
-        if isinstance(found, PreprocessedMedium):
+        if isinstance(found, PreprocessedMedia):
             return found
         medium, modality, cost = found
-        self.check(caller.qos, end_s)
+        self.check_admission(caller.qos, end_s)
         # Reserve the predicted time of the tower.
-        deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
+        deadline_s = end_s - time.monotonic() - self._encoder.predict_class_s(caller.qos)
         turn = self._decode_lanes.submit(
             modality,
             run,
@@ -138,13 +138,13 @@ class MediaIntake:
             budget_share=budget_share,
         )
         if isinstance(turn, AdmissionRefusal):
-            raise _refusal(turn)
+            raise _refusal_error(turn)
         try:
             return await asyncio.wrap_future(turn.future)
         finally:
             turn.cancel()
 
 
-def _refusal(refusal: AdmissionRefusal) -> EncoderRefused:
+def _refusal_error(refusal: AdmissionRefusal) -> EncoderRefused:
     retry_after_s = refusal.retry_after_s if math.isfinite(refusal.retry_after_s) else None
     return EncoderRefused(refusal.message, reason=refusal.reason, retry_after_s=retry_after_s)

@@ -22,18 +22,18 @@ from typing import Final
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.towers.base import from_bytes
+from cornplug.encoder_service.towers.base import tensor_from_bytes
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
 from cornplug.store.messages import MAX_COST_S
-from cornplug.store.payload import NewPayload, get_payload, put_payload, recalled
+from cornplug.store.payload import NewPayload, get_payload, put_payload, recall_and_wait
 
 _CAPACITY_TTL_S: Final = 30.0
 _MAX_ENTRIES: Final = 1 << 17
 """Maximum number of entries per account. Above it, the account's oldest entries are deleted."""
-KEPT_BYTES: Final = 256 << 20
+MAX_FEATURE_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
 
 
@@ -49,7 +49,7 @@ class StoreQuota:
         self._deadline_s = deadline_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._published: dict[str, OrderedDict[bytes, int]] = {}
+        self._entries: dict[str, OrderedDict[bytes, int]] = {}
         self._used_bytes: dict[str, int] = {}
         self._capacity = 0.0, 0
         """Cached capacity of the store, as (time at which it expires, bytes)."""
@@ -57,12 +57,12 @@ class StoreQuota:
     def evict_for(self, account: str, size_bytes: int) -> bool:
         """Delete the account's oldest entries until a new entry of `size_bytes` fits. Return False if the
         entry is larger than the account's limit."""
-        ceiling = self._ceiling_bytes()
+        ceiling = self._limit_bytes()
         if size_bytes > ceiling:
             return False
         drop: list[bytes] = []
         with self._lock:
-            entries = self._published.get(account, OrderedDict())
+            entries = self._entries.get(account, OrderedDict())
             while entries and (
                 self._used_bytes[account] + size_bytes > ceiling or len(entries) >= _MAX_ENTRIES
             ):
@@ -73,15 +73,15 @@ class StoreQuota:
             self._store.delete(drop, deadline_s=self._deadline_s)
         return True
 
-    def published(self, account: str, key: bytes, size_bytes: int) -> None:
+    def record_published(self, account: str, key: bytes, size_bytes: int) -> None:
         """Record that the account has added an entry to the store."""
         with self._lock:
-            entries = self._published.setdefault(account, OrderedDict())
+            entries = self._entries.setdefault(account, OrderedDict())
             used = self._used_bytes.get(account, 0) - entries.pop(key, 0) + size_bytes
             entries[key] = size_bytes
             self._used_bytes[account] = used
 
-    def _ceiling_bytes(self) -> int:
+    def _limit_bytes(self) -> int:
         until_s, capacity = self._capacity
         now = self._clock()
         if now >= until_s:
@@ -106,7 +106,7 @@ class ResultCache:
         store: Store | None,
         *,
         deadline_s: float,
-        kept_bytes: int = KEPT_BYTES,
+        max_feature_bytes: int = MAX_FEATURE_BYTES,
         account_fraction: float = 1.0,
     ) -> None:
         """Create a cache.
@@ -114,16 +114,16 @@ class ResultCache:
         Args:
             store: The host's store, or None.
             deadline_s: Deadline in seconds of each call to the store.
-            kept_bytes: Maximum total bytes of features cached in this process.
+            max_feature_bytes: Maximum total bytes of features cached in this process.
             account_fraction: Maximum fraction of the store that the entries of one account may fill.
         """
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._store = store
         self._deadline_s = deadline_s
-        self._kept_bytes = kept_bytes
+        self._max_feature_bytes = max_feature_bytes
         self._quota = None if store is None else StoreQuota(store, account_fraction, deadline_s=deadline_s)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._used_bytes = 0
 
     @property
@@ -131,29 +131,31 @@ class ResultCache:
         """Whether there is a store. If not, features are cached only in this process."""
         return self._store is not None
 
-    def present(self, key: bytes) -> bool:
+    def has_entry(self, key: bytes) -> bool:
         """Return whether the store has this entry in memory. If the entry is on the store's disk, it is first
         read into memory."""
         if self._store is None:
             return False
         try:
-            tiers = recalled(self._store, [key], within_s=self._deadline_s, deadline_s=self._deadline_s)
+            tiers = recall_and_wait(
+                self._store, [key], within_s=self._deadline_s, deadline_s=self._deadline_s
+            )
             return tiers[0] == Tier.MEMORY
         except StoreError as e:
             self.on_failure(e.reason)
             return False
 
-    def embedding(self, key: bytes, dtype: torch.dtype, *, inline: bool) -> StoredEmbedding | None:
+    def look_up_embedding(self, key: bytes, dtype: torch.dtype, *, inline: bool) -> StoredEmbedding | None:
         """Look up an embedding in the store. The result contains its tensor if `inline` is set.
 
         Returns None if the store does not have the embedding.
         """
         if not inline:
-            return StoredEmbedding(None) if self.present(key) else None
-        tensor = self.fetch(PayloadKind.EMBEDDING, key, dtype)
+            return StoredEmbedding(None) if self.has_entry(key) else None
+        tensor = self.fetch_tensor(PayloadKind.EMBEDDING, key, dtype)
         return None if tensor is None else StoredEmbedding(to_wire(tensor))
 
-    def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
+    def fetch_tensor(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a verified tensor of shape (rows, width) from the store. Return None if the store does not
         have it."""
         if self._store is None:
@@ -167,7 +169,7 @@ class ResultCache:
                 raise CodecError(
                     f"entry is {header.kind.name} {header.dtype} {header.shape}", reason="wrong_kind"
                 )
-            return from_bytes(data, dtype, header.shape)
+            return tensor_from_bytes(data, dtype, header.shape)
         except (StoreError, CodecError) as e:
             self.on_failure(e.reason)
         except ValueError:
@@ -212,31 +214,31 @@ class ResultCache:
             self.on_failure(e.reason)
             return False
         if outcome == "stored" and account is not None:
-            self._quota.published(account, key, tensor.nbytes)
+            self._quota.record_published(account, key, tensor.nbytes)
         if outcome in _NO_SPACE:
             self.on_failure(outcome)
         return outcome in ("stored", "present")
 
-    def keep(self, key: bytes, features: torch.Tensor) -> None:
+    def cache_features(self, key: bytes, features: torch.Tensor) -> None:
         """Cache features in this process. Drop the least recently used features if there are too many."""
         size = features.nbytes
-        if size > self._kept_bytes:
+        if size > self._max_feature_bytes:
             return
         with self._lock:
-            old = self._kept.pop(key, None)
+            old = self._features.pop(key, None)
             self._used_bytes += size - (old.nbytes if old is not None else 0)
-            self._kept[key] = features
-            while self._used_bytes > self._kept_bytes:
-                self._used_bytes -= self._kept.popitem(last=False)[1].nbytes
+            self._features[key] = features
+            while self._used_bytes > self._max_feature_bytes:
+                self._used_bytes -= self._features.popitem(last=False)[1].nbytes
 
-    def features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
+    def look_up_features(self, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
         """Return features from this process or from the store, or None if neither has them."""
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._features.get(key)
             if kept is not None:
-                self._kept.move_to_end(key)
+                self._features.move_to_end(key)
                 return kept
-        found = self.fetch(PayloadKind.FEATURE, key, dtype)
+        found = self.fetch_tensor(PayloadKind.FEATURE, key, dtype)
         if found is not None:
-            self.keep(key, found)
+            self.cache_features(key, found)
         return found

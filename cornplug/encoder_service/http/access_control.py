@@ -1,4 +1,6 @@
-"""Outermost ASGI middleware: access checks by key, Host, Origin and content type.
+"""ASGI middleware that refuses requests: access checks, and refusal of new requests while the service stops.
+
+The outermost middleware checks the key, Host, Origin and content type:
 
 key      If `encoder.require_key` is set, all paths except /health and /ready require a key.
 engine   /v1/engine requires a proof of the secret instead of a key. The proof is checked before the body is
@@ -7,13 +9,17 @@ Host     A request without a key must name this service, which prevents DNS rebi
 Origin   A POST request must come from a program or from this service's page, not from a page of another site.
 content  A POST request must contain JSON, except for forms at /v1/encode and sealed bytes at /v1/engine. A
          page of another site cannot send JSON or such bytes without CORS.
+
+`DrainMiddleware` counts the HTTP requests in flight, so that they can finish before the service stops.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
@@ -24,32 +30,35 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
-from cornplug.encoder_service.http.responses import FailedMedium, refused
+from cornplug.encoder_service.http.responses import HttpRefusal, refusal_response
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
-SEAL: Final = "cornplug.engine_seal"
+SEAL_SCOPE_KEY: Final = "cornplug.engine_seal"
 """Key in the ASGI scope for the seal of an engine's request, after its proof has been checked."""
-ENGINES: Final = ServiceClass(name="/v1/engine")
+ENGINE_CLASS: Final = ServiceClass(name="/v1/engine")
 """Class of a request to /v1/engine before its sealed body, which contains the app, is opened."""
-OPEN: Final = ("/health", "/ready")
-_READING: Final = ("GET", "HEAD", "OPTIONS")
-_FORMS: Final = "/v1/encode"
+OPEN_PATHS: Final = ("/health", "/ready")
+_READ_METHODS: Final = ("GET", "HEAD", "OPTIONS")
+_FORM_PATH: Final = "/v1/encode"
+DRAINING_REFUSAL: Final = HttpRefusal(
+    reason="draining", message="the service is stopping; use another service", retry_after_s=1.0
+)
 
 
-async def json_only(request: Request) -> None:
+async def require_json(request: Request) -> None:
     """Reject a POST request unless its body is JSON or has another content type that the route accepts.
 
     Without a CORS preflight, browsers let pages of other sites send some content types, such as text/plain.
     Raises EncoderRefused("media_type").
     """
-    if request.method in _READING:
+    if request.method in _READ_METHODS:
         return
-    forms = request.url.path == _FORMS
+    forms = request.url.path == _FORM_PATH
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if request.url.path == engine_seal.PATH and kind == engine_seal.MEDIA_TYPE:
+    if request.url.path == engine_seal.ENGINE_PATH and kind == engine_seal.MEDIA_TYPE:
         return
     if kind != "application/json" and not (forms and kind == "multipart/form-data"):
         also = "multipart/form-data or " if forms else ""
@@ -74,8 +83,8 @@ class AccessControlMiddleware:
         self._app = app
         self._classes = classes
         self._audit = audit
-        self._count = count
-        self._engines = engines
+        self._count_refusal = count
+        self._seal_checker = engines
         self._admin_key = config.admin_key.get_secret_value()
         self._require_key = config.require_key
         said = (name.strip() for name in config.names.split(","))
@@ -83,46 +92,46 @@ class AccessControlMiddleware:
         self._names = {name.lower().strip("[]").rstrip(".") for name in self._names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         request = HTTPConnection(scope)
-        if scope["path"] == engine_seal.PATH:
-            refusal = self._engine(scope, request.headers)
+        if scope["path"] == engine_seal.ENGINE_PATH:
+            refusal = self._check_engine(scope, request.headers)
         else:
-            refusal = self._objection(scope["method"], request.headers)
+            refusal = self._check_request(scope["method"], request.headers)
         if refusal is None:
             await self._app(scope, receive, send)
             return
-        self._count(refusal.reason)
-        self._audit.refused(request, refusal.reason)
-        answer = refused(FailedMedium.of(refusal))
+        self._count_refusal(refusal.reason)
+        self._audit.log_refusal(request, refusal.reason)
+        answer = refusal_response(HttpRefusal.from_error(refusal))
         if refusal.reason == "unauthorized":
             answer.headers["www-authenticate"] = "Bearer"
         await answer(scope, receive, send)
 
-    def _engine(self, scope: Scope, headers: Headers) -> EncoderRefused | None:
+    def _check_engine(self, scope: Scope, headers: Headers) -> EncoderRefused | None:
         try:
-            scope[SEAL] = self._engines.check(headers.get("authorization", ""))
+            scope[SEAL_SCOPE_KEY] = self._seal_checker.check(headers.get("authorization", ""))
         except EncoderRefused as e:
             return e
         return None
 
-    def _objection(self, method: str, headers: Headers) -> EncoderRefused | None:
+    def _check_request(self, method: str, headers: Headers) -> EncoderRefused | None:
         if not self._has_key(headers):
             if self._require_key:
                 return EncoderRefused(
                     "authorization: a key is required; send 'Bearer KEY'", reason="unauthorized"
                 )
-            if (host := self._foreign(headers)) is not None:
+            if (host := self._find_foreign_host(headers)) is not None:
                 return EncoderRefused(
                     f"host: {host[:200]!r} is not a name of this service; add it to encoder.names (--names), "
                     "or send a key",
                     reason="forbidden_host",
                 )
-        if method in _READING:
+        if method in _READ_METHODS:
             return None
-        if _from_other_site(headers):
+        if _is_from_other_site(headers):
             return EncoderRefused(
                 "origin: requests from pages of other sites are not allowed", reason="forbidden_origin"
             )
@@ -133,22 +142,95 @@ class AccessControlMiddleware:
         admin = bool(self._admin_key) and hmac.compare_digest(
             said.encode(), f"Bearer {self._admin_key}".encode()
         )
-        return self._classes.knows(said) or admin
+        return self._classes.is_known_key(said) or admin
 
-    def _foreign(self, headers: Headers) -> str | None:
+    def _find_foreign_host(self, headers: Headers) -> str | None:
         """Return the first Host header that is not a name of this service, or None.
 
         A request without a Host header is accepted. It does not come from a browser, because browsers always
         send a Host header.
         """
         for said in headers.getlist("host"):
-            name = _name(said)
+            name = _host_name(said)
             if name not in self._names and not _is_address(name):
                 return said
         return None
 
 
-def _from_other_site(headers: Headers) -> bool:
+class DrainState:
+    """Counts the requests in flight. Use it from one event loop. Requests and streams that started before
+    `close` may finish."""
+
+    def __init__(self) -> None:
+        self._in_flight = 0
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @contextlib.contextmanager
+    def track_request(self) -> Iterator[None]:
+        """Count one request as in flight. The context must last until the last byte of the reply has been
+        sent."""
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def close(self) -> None:
+        """Refuse new requests from now on."""
+        self._closed = True
+
+    async def wait_idle(self, deadline_s: float) -> bool:
+        """Wait until no request is in flight. Returns False if the deadline passes first."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), deadline_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+class DrainMiddleware:
+    """ASGI middleware that counts POST requests in flight. After `close`, it refuses new POST requests.
+
+    `still` contains path suffixes that are never refused, because requests in flight depend on them.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: DrainState,
+        still: tuple[str, ...] = (),
+        count: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._app = app
+        self._count_refusal = count
+        self._state = gate
+        self._exempt_suffixes = still
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or scope["method"] != "POST"
+            or scope["path"].endswith(self._exempt_suffixes)
+        ):
+            await self._app(scope, receive, send)
+        elif self._state.is_closed:
+            self._count_refusal(DRAINING_REFUSAL.reason)
+            await refusal_response(DRAINING_REFUSAL)(scope, receive, send)
+        else:
+            with self._state.track_request():
+                await self._app(scope, receive, send)
+
+
+def _is_from_other_site(headers: Headers) -> bool:
     """Return whether a browser sent the request on behalf of a page of another site."""
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return True
@@ -156,7 +238,7 @@ def _from_other_site(headers: Headers) -> bool:
     return origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name in a Host header in lower case, without port, brackets and trailing dot."""
     name = host.strip().lower()
     if name.startswith("["):

@@ -31,8 +31,13 @@ from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import openapi
-from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
-from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
+from cornplug.encoder_service.http.access_control import (
+    DRAINING_REFUSAL,
+    AccessControlMiddleware,
+    DrainMiddleware,
+    DrainState,
+    require_json,
+)
 from cornplug.encoder_service.http.encode import EncodeRoute, EngineRoute
 from cornplug.encoder_service.http.models import (
     ModelList,
@@ -42,24 +47,24 @@ from cornplug.encoder_service.http.models import (
     reload_router,
     status_router,
 )
-from cornplug.encoder_service.http.requests import BodyGuard, BodyParser, body_budget
-from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
+from cornplug.encoder_service.http.requests import BodyLimitMiddleware, BodyParser, body_budget
+from cornplug.encoder_service.http.responses import EncodeAnswer, HttpRefusal, refusal_response
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
-from cornplug.encoder_service.request_observer import TraceRequests
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
+from cornplug.encoder_service.request_observer import TracingMiddleware
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker
-from cornplug.encoder_service.wire.messages import A_FAULT
+from cornplug.encoder_service.wire.messages import INTERNAL_ERROR_MESSAGE
 from cornplug.errors import EncoderRefused, MediaError
 
 
 def create_app(
-    encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
+    encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, drain_state: DrainState | None = None
 ) -> FastAPI:
-    """Create the ASGI application for an encoder, with the limits in `config`. When `gate` is closed, the
-    application drains."""
-    gate = gate or DrainState()
-    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
+    """Create the ASGI application for an encoder, with the limits in `config`. When `drain_state` is closed,
+    the application drains."""
+    drain_state = drain_state or DrainState()
+    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediaLimits.from_config(config))
     # These threads parse JSON, base64 and headers. Longer work runs in the decode lanes, after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
@@ -68,14 +73,14 @@ def create_app(
     held = body_budget(encoder.classes, config)
     encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
     audit = AuditLog()
-    parts = sglang_server.SglangParts(encoder, preparer, threads, config, door, secret=secret)
+    parts = sglang_server.SglangPartEncoder(encoder, preparer, threads, config, door, secret=secret)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # Start the processes before the port is open, so that the first media items do not wait for them.
         await asyncio.to_thread(encoder.start_decoding)
         async with (
-            parts.running() if config.sglang else contextlib.nullcontext(),
+            parts.open_sockets() if config.sglang else contextlib.nullcontext(),
             contextlib.aclosing(encodes),
         ):
             yield
@@ -87,24 +92,27 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(json_only)],
+        dependencies=[Depends(require_json)],
     )
     if config.sglang:
         app.include_router(sglang_server.router(parts, encoder, parser, audit))
-    app.include_router(status_router(StatusReport(encoder, gate, served)))
+    app.include_router(status_router(StatusReport(encoder, drain_state, served)))
     app.include_router(reload_router(encoder, served, config, audit))
     app.add_middleware(
-        BodyGuard,
+        BodyLimitMiddleware,
         classes=encoder.classes,
         max_bytes=config.max_body_bytes,
         held=held,
-        count=encoder.meters.refused,
+        count=encoder.metrics.count_refusal,
     )
     # Receivers register at this path while a part is in flight, so the path stays open during a drain.
     app.add_middleware(
-        DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
+        DrainMiddleware,
+        gate=drain_state,
+        still=("/scheduler_receive_url",),
+        count=encoder.metrics.count_refusal,
     )
-    app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
+    app.add_middleware(TracingMiddleware, tracing=encoder.observer.tracing)
     # The middleware that is added last is the outermost.
     app.add_middleware(
         AccessControlMiddleware,
@@ -112,11 +120,13 @@ def create_app(
         classes=encoder.classes,
         audit=audit,
         engines=SealChecker(secret),
-        count=encoder.meters.refused,
+        count=encoder.metrics.count_refusal,
     )
-    _answer_errors(app, encoder, audit)
+    _add_error_handlers(app, encoder, audit)
 
-    @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
+    @app.post(
+        "/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.ENCODE_BODY
+    )
     async def encode(request: Request) -> Response:
         """Return the embedding of one media item."""
         return await encodes(request)
@@ -126,53 +136,53 @@ def create_app(
     if importlib.util.find_spec("cryptography") is not None:
         route = EngineRoute(encoder, threads, parser, encodes)
 
-        @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
+        @app.post(engine_seal.ENGINE_PATH, response_class=Response, include_in_schema=False)
         async def engine(request: Request) -> Response:
             return await route(request)
 
     @app.get("/v1/models")
     async def models() -> ModelList:
         """Return the served models, with the fingerprints of their parts."""
-        return served.listed()
+        return served.list_models()
 
     @app.get("/health", response_model=Status, responses={503: {"model": Status}})
     @app.get("/sglang/{model:path}/health", include_in_schema=False)
     async def health() -> Response:
         """Liveness check. Status 503 means that the service should be restarted."""
-        up = encoder.healthy()
+        up = encoder.is_healthy()
         return JSONResponse({"status": "ok" if up else "down"}, status_code=200 if up else 503)
 
     @app.get("/ready", response_model=Status, responses=openapi.NOT_READY)
     async def ready() -> Response:
         """Readiness check. Status 503 means that requests should go to another service."""
-        if gate.closed:
-            return refused(CLOSED)
-        if not encoder.healthy():
-            return refused(
-                FailedMedium(reason="down", message="no tower can run; see the log of the service")
+        if drain_state.is_closed:
+            return refusal_response(DRAINING_REFUSAL)
+        if not encoder.is_healthy():
+            return refusal_response(
+                HttpRefusal(reason="down", message="no tower can run; see the log of the service")
             )
-        if not encoder.decoding_ready():
+        if not encoder.is_decoding_ready():
             problem = "no recent medium could be decoded; see the log of the service"
-            return refused(FailedMedium(reason="stuck", message=problem))
+            return refusal_response(HttpRefusal(reason="stuck", message=problem))
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=Response, responses=openapi.METRICS)
     async def metrics() -> Response:
-        return Response(encoder.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(encoder.metrics.render_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    openapi.complete(app)
+    openapi.complete_schema(app)
     return app
 
 
-def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
+def _add_error_handlers(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
     """Register handlers that convert every exception to an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)
     async def refusal(request: Request, e: EncoderRefused | MediaError) -> Response:
-        encoder.meters.refused(e.reason, encoder.classes.of_headers(request.headers).qos.name)
-        audit.refused(request, e.reason)
-        return refused(FailedMedium.of(e))
+        encoder.metrics.count_refusal(e.reason, encoder.classes.identify_caller(request.headers).qos.name)
+        audit.log_refusal(request, e.reason)
+        return refusal_response(HttpRefusal.from_error(e))
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, e: ClientDisconnect) -> Response:
@@ -181,7 +191,7 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
     @app.exception_handler(HTTPException)
     async def http(_: Request, e: HTTPException) -> Response:
         reason = {404: "not_found", 405: "method_not_allowed"}.get(e.status_code, "bad_input")
-        answer = refused(FailedMedium(reason=reason, message=str(e.detail)))
+        answer = refusal_response(HttpRefusal(reason=reason, message=str(e.detail)))
         headers: Mapping[str, Any] = e.headers or {}
         answer.headers.update(headers)
         return answer
@@ -189,4 +199,4 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:
         # Starlette raises the exception again after this reply, so that the server logs the exception.
-        return refused(FailedMedium(reason="internal", message=A_FAULT))
+        return refusal_response(HttpRefusal(reason="internal", message=INTERNAL_ERROR_MESSAGE))

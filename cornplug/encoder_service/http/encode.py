@@ -27,26 +27,31 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access import salt_of
+from cornplug.encoder_service.access import effective_salt
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake, limited_deadline_s
+from cornplug.encoder_service.execution.media_intake import MediaIntake, cap_deadline_s
 from cornplug.encoder_service.http import requests, responses
-from cornplug.encoder_service.http.access_control import ENGINES, SEAL
-from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
-from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
+from cornplug.encoder_service.http.access_control import ENGINE_CLASS, SEAL_SCOPE_KEY
+from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedia
+from cornplug.encoder_service.http.responses import EncodedMedia, HttpRefusal, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, ByteBudget
 from cornplug.encoder_service.preprocess.preparer import (
-    APP,
-    ENGINE_SAMPLING,
+    DEFAULT_SAMPLING,
+    HTTP_APP,
     MediaPreparer,
-    MediumSource,
-    PreprocessedMedium,
-    unknown_model,
+    MediaSource,
+    PreprocessedMedia,
+    unknown_model_error,
 )
 from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.embedding_file import LIFETIME_S, EmbeddingHandle
-from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
+from cornplug.encoder_service.wire.engine_seal import (
+    HANDLE_LIFETIME_S,
+    MEDIA_TYPE,
+    EmbeddingHandle,
+    EngineSeal,
+    InvalidSeal,
+)
 from cornplug.encoder_service.wire.messages import (
     PROTOCOL_VERSION,
     Decoding,
@@ -55,9 +60,9 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRefusal,
     EncodeReply,
     EncodeRequest,
-    MediumRefusal,
-    MediumReply,
-    MediumRequest,
+    MediaRefusal,
+    MediaReply,
+    MediaRequest,
 )
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
@@ -67,11 +72,11 @@ _MARGIN_S: Final = 1.0
 """Seconds after the deadline during which work that started in time may still finish."""
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def run_unless_disconnected(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run `work` and return its result. If the client disconnects, cancel `work` and raise
     ClientDisconnect."""
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(request))
+    watching = asyncio.create_task(_wait_disconnect(request))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -83,7 +88,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> R
         await asyncio.wait({working, watching})
 
 
-async def _gone(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -92,7 +97,7 @@ async def _gone(request: Request) -> None:
 class _HttpRequest:
     """One request in flight. `end` is its deadline on the monotonic clock."""
 
-    asked: ParsedRequest
+    parsed: ParsedRequest
     caller: QosCaller
     salt: str | None
     end: float
@@ -108,20 +113,21 @@ class EncodeRoute:
         preparer: MediaPreparer,
         parser: BodyParser,
         config: EncoderConfig,
-        door: MediaIntake,
-        held: ByteBudget,
+        intake: MediaIntake,
+        body_budget: ByteBudget,
         *,
         secret: bytes,
     ) -> None:
-        """Create the route. `held` is the budget for request bodies, which also counts fetched media."""
-        self._held = held
+        """Create the route. `body_budget` is the budget for request bodies, which also counts fetched
+        media."""
+        self._body_budget = body_budget
         self._encoder = encoder
-        self._door = door
+        self._intake = intake
         self._secret = secret
         self._preparer = preparer
         self._parser = parser
         self._config = config
-        self._fetcher = UrlFetcher.of(config, encoder.classes.all())
+        self._fetcher = UrlFetcher.from_config(config, encoder.classes.ranked_classes())
 
     async def aclose(self) -> None:
         """Close the connections to hosts from which media were fetched."""
@@ -133,86 +139,86 @@ class EncodeRoute:
         Raises EncoderRefused or MediaError if the request is invalid, and ClientDisconnect. For an error in
         the media item, the result is a reply.
         """
-        caller = self._encoder.classes.of_headers(request.headers)
-        asked = await requests.read(request, self._parser, caller.qos)
-        if self._encoder.registry.by_name(asked.model) is None:
-            raise unknown_model(asked.model)
-        salt = salt_of(caller, asked.cache_salt, self._config)
+        caller = self._encoder.classes.identify_caller(request.headers)
+        asked = await requests.read_request(request, self._parser, caller.qos)
+        if self._encoder.registry.find_by_name(asked.model) is None:
+            raise unknown_model_error(asked.model)
+        salt = effective_salt(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
-        deadline_s = limited_deadline_s(wanted_s)
-        decoding = _decoding(request.headers.get(messages.DECODING_HEADER, messages.DEFAULT_DECODING))
+        deadline_s = cap_deadline_s(wanted_s)
+        decoding = _parse_decoding(request.headers.get(messages.DECODING_HEADER, messages.DEFAULT_DECODING))
         end = time.monotonic() + deadline_s
-        job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=end, decoding=decoding)
-        outcome = await unless_gone(request, self._outcome(job))
-        return responses.reply(outcome, request.headers.get("accept", ""))
+        job = _HttpRequest(parsed=asked, caller=caller, salt=salt, end=end, decoding=decoding)
+        outcome = await run_unless_disconnected(request, self._encode_in_time(job))
+        return responses.build_response(outcome, request.headers.get("accept", ""))
 
-    async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
+    async def handle_engine_request(self, request: MediaRequest) -> MediaReply | MediaRefusal:
         """Return the reply to an engine that has proved that it has the secret. The engine's `cache_salt` is
         trusted."""
-        loaded = self._encoder.registry.by_identity(asked.identity)
+        loaded = self._encoder.registry.find_by_identity(request.identity)
         if loaded is None:
-            served = ", ".join(model.name for model in self._encoder.registry.served())
-            return MediumRefusal(
+            served = ", ".join(model.name for model in self._encoder.registry.served_models())
+            return MediaRefusal(
                 reason="unknown_model",
-                message=f"no tower has the identity {asked.identity.hex()[:12]}; this service has {served}",
+                message=f"no tower has the identity {request.identity.hex()[:12]}; this service has {served}",
             )
-        decoding = messages.known_decoding(asked.decoding)
+        decoding = messages.parse_decoding(request.decoding)
         if decoding is None:
             # The item may be valid, and another service may support this decoding rule.
-            return MediumRefusal(
+            return MediaRefusal(
                 reason="unknown_model",
-                message=f"unknown image decoding {asked.decoding[:100]}; update this service",
+                message=f"unknown image decoding {request.decoding[:100]}; update this service",
             )
-        source = RequestMedium(modality=asked.modality, suffix="_url", content=asked.url or asked.data)
-        caller = QosCaller(qos=self._encoder.classes.of_app(asked.app), app=asked.app)
-        deadline_s = limited_deadline_s(asked.deadline_s)
+        source = RequestMedia(modality=request.modality, suffix="_url", content=request.url or request.data)
+        caller = QosCaller(qos=self._encoder.classes.class_of_app(request.app), app=request.app)
+        deadline_s = cap_deadline_s(request.deadline_s)
         parsed = ParsedRequest(
             model=loaded.served.name,
-            source=source,
-            cache_salt=asked.cache_salt,
+            media=source,
+            cache_salt=request.cache_salt,
             inline=True,
             deadline_s=deadline_s,
-            sampling=ENGINE_SAMPLING,
+            sampling=DEFAULT_SAMPLING,
         )
         end = time.monotonic() + deadline_s
-        job = _HttpRequest(asked=parsed, caller=caller, salt=asked.cache_salt, end=end, decoding=decoding)
-        outcome = await self._outcome(job)
-        if isinstance(outcome, FailedMedium):
-            return MediumRefusal(
+        job = _HttpRequest(parsed=parsed, caller=caller, salt=request.cache_salt, end=end, decoding=decoding)
+        outcome = await self._encode_in_time(job)
+        if isinstance(outcome, HttpRefusal):
+            return MediaRefusal(
                 reason=outcome.reason, message=outcome.message, retry_after_s=outcome.retry_after_s
             )
-        if outcome.handle is None or outcome.answer.tensor is None:
-            return MediumRefusal(reason="overloaded", message="the model was reloaded during the request")
-        return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor, decoding=decoding)
+        if outcome.handle is None or outcome.reply.tensor is None:
+            return MediaRefusal(reason="overloaded", message="the model was reloaded during the request")
+        return MediaReply(handle=outcome.handle, tensor=outcome.reply.tensor, decoding=decoding)
 
-    async def _outcome(self, job: _HttpRequest) -> Outcome:
+    async def _encode_in_time(self, job: _HttpRequest) -> Outcome:
         try:
             async with asyncio.timeout(max(job.end - time.monotonic(), 0.0) + _MARGIN_S):
-                return await self._encoded(job)
+                return await self._encode_media(job)
         except (EncoderRefused, MediaError) as e:
-            failed = FailedMedium.of(e)
+            failed = HttpRefusal.from_error(e)
         except TimeoutError:
-            failed = FailedMedium(
-                reason="too_late", message=f"{job.asked.source.field}: no result before the deadline"
+            failed = HttpRefusal(
+                reason="too_late", message=f"{job.parsed.media.field}: no result before the deadline"
             )
         # The encoder counts its own refusals. Count refusals that occur before an item is submitted to it.
-        self._encoder.meters.refused(failed.reason, job.caller.qos.name)
+        self._encoder.metrics.count_refusal(failed.reason, job.caller.qos.name)
         return failed
 
-    async def _encoded(self, job: _HttpRequest) -> Outcome:
-        source = job.asked.source
-        with self._encoder.budget.share(job.caller.qos) as budget_share:
-            if source.url() is not None:
-                self._door.check(job.caller.qos, job.end)
-            prepared = await self._prepare(job, source, budget_share)
-            if prepared.answer is not None:
-                handle = self._handle(source, prepared)
-                return EncodedMedium(answer=prepared.answer, dtype=prepared.dtype, handle=handle)
+    async def _encode_media(self, job: _HttpRequest) -> Outcome:
+        source = job.parsed.media
+        with self._encoder.budget.open_share(job.caller.qos) as budget_share:
+            if source.remote_url() is not None:
+                self._intake.check_admission(job.caller.qos, job.end)
+            prepared = await self._fetch_and_prepare(job, source, budget_share)
+            if prepared.cached_reply is not None:
+                handle = self._sign_handle(source, prepared)
+                return EncodedMedia(reply=prepared.cached_reply, dtype=prepared.dtype, handle=handle)
             left = max(job.end - time.monotonic(), 0.001)
             submitted = self._encoder.submit(
                 msgspec.structs.replace(prepared.request, deadline_s=left),
                 inputs=prepared.inputs,
-                inline=job.asked.inline,
+                inline=job.parsed.inline,
                 caller=job.caller,
                 budget_share=budget_share,
             )
@@ -221,76 +227,76 @@ class EncodeRoute:
             # disconnected.
             answer = await asyncio.wrap_future(submitted)
         if isinstance(answer, EncodeRefusal):
-            return FailedMedium.of(answer)
-        return EncodedMedium(answer=answer, dtype=prepared.dtype, handle=self._handle(source, prepared))
+            return HttpRefusal.from_error(answer)
+        return EncodedMedia(reply=answer, dtype=prepared.dtype, handle=self._sign_handle(source, prepared))
 
-    def _handle(self, source: RequestMedium, prepared: PreprocessedMedium) -> str | None:
+    def _sign_handle(self, media: RequestMedia, prepared: PreprocessedMedia) -> str | None:
         request = prepared.request
-        loaded = self._encoder.registry.by_identity(request.identity)
+        loaded = self._encoder.registry.find_by_identity(request.identity)
         if loaded is None:
             return None
-        grid = prepared.inputs.get(f"{source.modality}_grid_thw")
+        grid = prepared.inputs.get(f"{media.modality}_grid_thw")
         handle = EmbeddingHandle(
             family=loaded.served.family,
-            modality=source.modality,
+            modality=media.modality,
             identity=request.identity,
             media=prepared.media_digest,
             key=request.key,
             dtype=prepared.dtype,
             grid=() if grid is None else tuple(grid.flatten().tolist()),
-            expires=time.time() + LIFETIME_S,
+            expires=time.time() + HANDLE_LIFETIME_S,
         )
-        return handle.signed(self._secret)
+        return handle.to_signed_text(self._secret)
 
-    async def _prepare(
-        self, job: _HttpRequest, source: RequestMedium, budget_share: BudgetShare
-    ) -> PreprocessedMedium:
+    async def _fetch_and_prepare(
+        self, job: _HttpRequest, media: RequestMedia, budget_share: BudgetShare
+    ) -> PreprocessedMedia:
         left = job.end - time.monotonic()
         if left <= 0:
-            raise EncoderRefused(f"{source.field}: the deadline passed before decoding", reason="too_late")
-        with self._held.share(job.caller.qos) as held:
+            raise EncoderRefused(f"{media.field}: the deadline passed before decoding", reason="too_late")
+        with self._body_budget.open_share(job.caller.qos) as held:
             fetched = None
-            if (url := source.url()) is not None:
+            if (url := media.remote_url()) is not None:
                 fetched = await self._fetcher.fetch(
-                    source.field, url, qos=job.caller.qos, deadline_s=left, held=held
+                    media.field, url, qos=job.caller.qos, deadline_s=left, budget_share=held
                 )
-            return await self._prepare_here(job, source, fetched, budget_share)
+            return await self._prepare_media(job, media, fetched, budget_share)
 
-    async def _prepare_here(
-        self, job: _HttpRequest, source: RequestMedium, fetched: bytes | None, budget_share: BudgetShare
-    ) -> PreprocessedMedium:
-        asked = job.asked
+    async def _prepare_media(
+        self, job: _HttpRequest, media: RequestMedia, fetched: bytes | None, budget_share: BudgetShare
+    ) -> PreprocessedMedia:
+        asked = job.parsed
         # Whether the item is a video that was sent as images.
-        as_frames = source.modality == "video" and source.is_frames
+        as_frames = media.modality == "video" and media.is_frames
 
-        def read() -> MediumSource:
+        def read() -> MediaSource:
             came = [fetched] if fetched is not None else None
-            parts = came or (source.frames() if as_frames else [source.data()])
-            return MediumSource(
+            parts = came or (media.read_frames() if as_frames else [media.read_bytes()])
+            return MediaSource(
                 model=asked.model,
-                modality=source.modality,
+                modality=media.modality,
                 form="images" if as_frames else "file",
-                parts=parts,
+                contents=parts,
                 salt=job.salt,
                 deadline_s=max(job.end - time.monotonic(), 0.001),
-                sampling=asked.sampling if source.modality == "video" else ENGINE_SAMPLING,
+                sampling=asked.sampling if media.modality == "video" else DEFAULT_SAMPLING,
                 decoding=job.decoding,
             )
 
-        with self._encoder.observer.preprocessing():
-            return await self._door.prepare(
+        with self._encoder.observer.record_preprocessing():
+            return await self._intake.prepare(
                 self._preparer,
                 read,
                 caller=job.caller,
-                app=APP,
+                app=HTTP_APP,
                 inline=asked.inline,
                 end_s=job.end,
                 budget_share=budget_share,
             )
 
 
-def _decoding(name: str) -> Decoding:
-    found = messages.known_decoding(name)
+def _parse_decoding(name: str) -> Decoding:
+    found = messages.parse_decoding(name)
     if found is None:
         raise EncoderRefused(
             f"{messages.DECODING_HEADER}: {name[:100]!r} is unknown; "
@@ -300,7 +306,7 @@ def _decoding(name: str) -> Decoding:
     return found
 
 
-def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
+def _without_pixels(prepared: PreprocessedMedia) -> PreprocessedMedia:
     """Return the media item with only its grid, so that the encoder can free the pixels when it is done."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
@@ -314,50 +320,52 @@ class EngineRoute:
         encoder: EncoderCore,
         threads: Executor,
         parser: BodyParser,
-        encodes: EncodeRoute,
+        encode_route: EncodeRoute,
     ) -> None:
         self._encoder = encoder
         self._threads = threads
         self._parser = parser
-        self._encodes = encodes
+        self._encode_route = encode_route
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
 
     async def __call__(self, request: Request) -> Response:
         """Return the sealed reply. Raises EncoderRefused if the seal is invalid, and ClientDisconnect."""
-        seal: EngineSeal = request.scope[SEAL]
-        asked = await self._parser.parse(request, partial(self._read, seal), ENGINES)
+        seal: EngineSeal = request.scope[SEAL_SCOPE_KEY]
+        asked = await self._parser.parse(request, partial(self._open_request, seal), ENGINE_CLASS)
         reply: messages.HttpReply | None = None
         if isinstance(asked, EncodeRequest):
-            reply = await unless_gone(request, self._encoded(asked))
-        elif isinstance(asked, MediumRequest):
-            reply = await unless_gone(request, self._encodes.of_engine(asked))
+            reply = await run_unless_disconnected(request, self._encode_request(asked))
+        elif isinstance(asked, MediaRequest):
+            reply = await run_unless_disconnected(request, self._encode_route.handle_engine_request(asked))
         elif isinstance(asked, DescribeRequest):
-            reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served())
+            reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served_models())
         elif asked is not None:
             reply = asked
-        sealed = await asyncio.get_running_loop().run_in_executor(self._threads, self._write, seal, reply)
+        sealed = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._seal_reply, seal, reply
+        )
         return Response(sealed, media_type=MEDIA_TYPE)
 
-    async def _encoded(self, request: EncodeRequest) -> messages.Reply:
-        deadline_s = limited_deadline_s(request.deadline_s)
+    async def _encode_request(self, request: EncodeRequest) -> messages.Reply:
+        deadline_s = cap_deadline_s(request.deadline_s)
         request = msgspec.structs.replace(request, deadline_s=deadline_s)
         # Cancelling this task cancels the future, so that no tower runs for an engine that has disconnected.
         answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
         # `stored` refers to this host's store. The engine saves the rows in its own store.
         return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
 
-    def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
+    def _open_request(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
         """Decode a sealed request. Return None if the engine uses another protocol version, in which case the
         engine gets an empty reply."""
         try:
             message = seal.open_request(body)
-        except SealBroken as e:
+        except InvalidSeal as e:
             raise EncoderRefused(f"body: {e}", reason="unauthorized") from e
         try:
             return None if message is None else self._decode(message)
         except (msgspec.MsgspecError, RecursionError) as e:
             return EncodeRefusal(id=0, reason="bad_input", message=f"body: {e}")
 
-    def _write(self, seal: EngineSeal, reply: messages.HttpReply | None) -> bytes:
-        return seal.seal_answer(b"" if reply is None else self._encode(reply))
+    def _seal_reply(self, seal: EngineSeal, reply: messages.HttpReply | None) -> bytes:
+        return seal.seal_reply(b"" if reply is None else self._encode(reply))

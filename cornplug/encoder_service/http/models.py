@@ -34,17 +34,17 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http import openapi
-from cornplug.encoder_service.http.drain import DrainState
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.requests import MODALITIES
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
-from cornplug.encoder_service.service_metrics import totals
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource, PreprocessedMedia
+from cornplug.encoder_service.service_metrics import counter_totals
 from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError, CornplugError, EncoderRefused
 
 Rows = Literal["fixed", "by medium"]
-_SIDES: Final = ((224, 224), (896, 224))
-_FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_PROBE_SIZES: Final = ((224, 224), (896, 224))
+_FORWARDING_HEADERS: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class ModalityRow(pydantic.BaseModel):
@@ -93,24 +93,24 @@ class ModelsRoute:
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
-        self._rows: dict[bytes, Rows] = {}
-        self.listed()  # run the tests now, before requests arrive
+        self._rows_by_identity: dict[bytes, Rows] = {}
+        self.list_models()  # run the tests now, before requests arrive
 
-    def listed(self) -> ModelList:
+    def list_models(self) -> ModelList:
         """Return all served models, in the order of the command line."""
-        return self.of(self._registry.served())
+        return self.describe_models(self._registry.served_models())
 
-    def of(self, served: tuple[ServedModel, ...]) -> ModelList:
+    def describe_models(self, served: tuple[ServedModel, ...]) -> ModelList:
         """Return the list entries of the given models."""
-        return ModelList(models=[self._row(model) for model in served])
+        return ModelList(models=[self._build_row(model) for model in served])
 
-    def _row(self, served: ServedModel) -> ModelRow:
-        taken = [m for m in served.modalities if self._preparer.takes(m.identity)]
+    def _build_row(self, served: ServedModel) -> ModelRow:
+        taken = [m for m in served.modalities if self._preparer.accepts(m.identity)]
         return ModelRow(
             name=served.name,
             family=served.family,
             modalities=[as_modality(modality.name) for modality in taken],
-            media=[self._medium(served, modality) for modality in taken],
+            media=[self._build_modality_row(served, modality) for modality in taken],
             identity=served.identity.hex(),
             tower_fp=served.tower_fp.hex(),
             projector_fp=served.projector_fp.hex(),
@@ -120,32 +120,32 @@ class ModelsRoute:
             epoch=served.epoch,
         )
 
-    def _medium(self, served: ServedModel, modality: ServedModality) -> ModalityRow:
-        if modality.identity not in self._rows:
-            fixed = modality.name == "image" and self._alike(served.name)
-            self._rows[modality.identity] = "fixed" if fixed else "by medium"
-        part = self._registry.by_identity(modality.identity)
+    def _build_modality_row(self, served: ServedModel, modality: ServedModality) -> ModalityRow:
+        if modality.identity not in self._rows_by_identity:
+            fixed = modality.name == "image" and self._has_fixed_rows(served.name)
+            self._rows_by_identity[modality.identity] = "fixed" if fixed else "by medium"
+        part = self._registry.find_by_identity(modality.identity)
         return ModalityRow(
             name=as_modality(modality.name),
             identity=modality.identity.hex(),
             tower_fp=(served.tower_fp if part is None else part.tower_fp).hex(),
             spec_fp=modality.spec_fp.hex(),
-            rows=self._rows[modality.identity],
+            rows=self._rows_by_identity[modality.identity],
         )
 
-    def _alike(self, model: str) -> bool:
+    def _has_fixed_rows(self, model: str) -> bool:
         """Return whether images of different sizes produce tower inputs of the same shapes and grids."""
         try:
-            square, wide = (self._blank(model, sides) for sides in _SIDES)
+            square, wide = (self._prepare_blank_image(model, sides) for sides in _PROBE_SIZES)
         except CornplugError:
             return False
-        return _geometry(square) == _geometry(wide)
+        return _input_geometry(square) == _input_geometry(wide)
 
-    def _blank(self, model: str, sides: tuple[int, int]) -> PreprocessedMedium:
+    def _prepare_blank_image(self, model: str, sides: tuple[int, int]) -> PreprocessedMedia:
         out = io.BytesIO()
         Image.new("RGB", sides).save(out, "BMP")
-        source = MediumSource(
-            model=model, modality="image", parts=[out.getvalue()], salt=None, deadline_s=1.0
+        source = MediaSource(
+            model=model, modality="image", contents=[out.getvalue()], salt=None, deadline_s=1.0
         )
         return self._preparer.prepare(source)
 
@@ -155,11 +155,11 @@ def as_modality(name: str) -> Modality:
     return next(modality for modality in MODALITIES if modality == name)
 
 
-def _geometry(medium: PreprocessedMedium) -> dict[str, object]:
+def _input_geometry(media: PreprocessedMedia) -> dict[str, object]:
     """Return the shapes of all inputs, and the values of integer inputs (grids, sizes, numbers of tiles)."""
     return {
         name: (tensor.shape, None if tensor.is_floating_point() else tensor.tolist())
-        for name, tensor in medium.inputs.items()
+        for name, tensor in media.inputs.items()
     }
 
 
@@ -180,21 +180,21 @@ def reload_router(
     @routes.post("/v1/reload", responses=openapi.RELOAD, openapi_extra=openapi.json_body(ReloadBody))
     async def reload(request: Request) -> ModelList:
         """Reload changed weights from disk and return the models that changed."""
-        _allow(request, key)
-        name = await _model(request)
+        _check_operator(request, key)
+        name = await _read_model_name(request)
         # Use a thread, so that other requests do not wait while the weights load.
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
-            audit.did("reload", request, model=name, failed=str(e))
+            audit.log_operation("reload", request, model=name, failed=str(e))
             raise EncoderRefused(f"{e} The previous weights stay in use.", reason="not_reloaded") from e
-        audit.did("reload", request, model=name, changed=[model.name for model in changed])
-        return await asyncio.to_thread(models.of, changed)
+        audit.log_operation("reload", request, model=name, changed=[model.name for model in changed])
+        return await asyncio.to_thread(models.describe_models, changed)
 
     return routes
 
 
-def _allow(request: Request, key: str) -> None:
+def _check_operator(request: Request, key: str) -> None:
     """Check that the caller is the operator. Raises EncoderRefused("forbidden")."""
     if key:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -204,15 +204,15 @@ def _allow(request: Request, key: str) -> None:
             )
         return
     # A request that a proxy on this host forwards may come from another host.
-    passed_on = any(name in request.headers for name in _FORWARDED)
-    if passed_on or request.client is None or not _is_here(request.client.host):
+    passed_on = any(name in request.headers for name in _FORWARDING_HEADERS)
+    if passed_on or request.client is None or not _is_loopback(request.client.host):
         raise EncoderRefused(
             "only callers on this host may reload; set encoder.admin_key to allow callers with that key",
             reason="forbidden",
         )
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         address = ip_address(host)
     except ValueError:
@@ -220,7 +220,7 @@ def _is_here(host: str) -> bool:
     return address.is_loopback
 
 
-async def _model(request: Request) -> str | None:
+async def _read_model_name(request: Request) -> str | None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise EncoderRefused("content-type: send application/json", reason="media_type")
@@ -231,20 +231,20 @@ async def _model(request: Request) -> str | None:
 
 
 State = Literal["serving", "draining", "down"]
-APPS_SHOWN: Final = 20
-POLICY: Final = (
+MAX_APPS_SHOWN: Final = 20
+CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_PAGE: Final = Path(__file__).with_name("static")
-_TYPES: Final[Mapping[str, str]] = {
+_STATIC_FOLDER: Final = Path(__file__).with_name("static")
+_CONTENT_TYPES: Final[Mapping[str, str]] = {
     "index.html": "text/html; charset=utf-8",
     "status.js": "text/javascript; charset=utf-8",
     "status.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
 _HEADERS: Final = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -291,25 +291,25 @@ class Overview(pydantic.BaseModel):
     )
     answers: dict[str, int] = pydantic.Field(description="Number of results since the start, by origin.")
     tokens: int = pydantic.Field(description="Number of tokens that towers computed since the start.")
-    apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} apps with the most results.")
+    apps: list[AppRow] = pydantic.Field(description=f"The {MAX_APPS_SHOWN} apps with the most results.")
     refusals: list[RefusalRow]
 
 
 class StatusReport:
     """Builds the `Overview` of a service's current state. Use it from one event loop."""
 
-    def __init__(self, encoder: EncoderCore, gate: DrainState, models: ModelsRoute) -> None:
+    def __init__(self, encoder: EncoderCore, drain_state: DrainState, models: ModelsRoute) -> None:
         self._encoder = encoder
-        self._gate = gate
+        self._drain_state = drain_state
         self._models = models
         self._instance = secrets.token_hex(8)
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
 
-    def overview(self) -> dict[str, Any]:
+    def build_overview(self) -> dict[str, Any]:
         """Return the fields of an `Overview` of the current state."""
-        encoder, meters = self._encoder, self._encoder.meters
+        encoder, meters = self._encoder, self._encoder.metrics
         alive, total = meters.gauges.executors()
-        answers = totals(meters.answers)
+        answers = counter_totals(meters.replies)
         apps: dict[str, int] = {}
         origins = {"computed": 0, "coalesced": 0, "cached": 0}
         for (app, origin, _), count in answers.items():
@@ -318,38 +318,38 @@ class StatusReport:
         return {
             "instance": self._instance,
             "version": __version__,
-            "state": self._state(),
+            "state": self._current_state(),
             "now_s": time.time(),
-            "uptime_s": round(time.monotonic() - self._began_s, 1),
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
             "executors": {"alive": alive, "total": total},
             "store": encoder.has_store,
-            "models": [row.model_dump() for row in self._models.listed().models],
-            "waiting": int(meters.gauges.waiting()),
-            "predicted_s": {qos: round(s, 6) for qos, s in meters.gauges.predicted().items()},
+            "models": [row.model_dump() for row in self._models.list_models().models],
+            "waiting": int(meters.gauges.waiting_requests()),
+            "predicted_s": {qos: round(s, 6) for qos, s in meters.gauges.predicted_s_by_class().items()},
             "answers": origins,
-            "tokens": int(sum(totals(meters.tower_tokens).values())),
-            "apps": [{"app": app, "answers": n} for app, n in Counter(apps).most_common(APPS_SHOWN)],
+            "tokens": int(sum(counter_totals(meters.tower_tokens).values())),
+            "apps": [{"app": app, "answers": n} for app, n in Counter(apps).most_common(MAX_APPS_SHOWN)],
             "refusals": [
                 {"qos": qos, "reason": reason, "refusals": int(count)}
-                for (reason, qos), count in totals(meters.refusals).items()
+                for (reason, qos), count in counter_totals(meters.refusals).items()
             ],
         }
 
-    def _state(self) -> State:
-        if self._gate.closed:
+    def _current_state(self) -> State:
+        if self._drain_state.is_closed:
             return "draining"
-        return "serving" if self._encoder.healthy() else "down"
+        return "serving" if self._encoder.is_healthy() else "down"
 
 
 def status_router(report: StatusReport) -> APIRouter:
     """Return the routes for `/v1/status` and for the status page."""
     routes = APIRouter()
-    files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
+    files = {name: (_STATIC_FOLDER / name).read_bytes() for name in _CONTENT_TYPES}
 
     @routes.get("/v1/status", response_model=Overview)
     async def status() -> Response:
         """Return the service's current state, which the page at `/` displays."""
-        body = msgspec.json.encode(report.overview())
+        body = msgspec.json.encode(report.build_overview())
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     @routes.get("/", include_in_schema=False)
@@ -361,6 +361,6 @@ def status_router(report: StatusReport) -> APIRouter:
         return _file(name) if name in files else Response(status_code=404)
 
     def _file(name: str) -> Response:
-        return Response(files[name], headers={**_HEADERS, "content-type": _TYPES[name]})
+        return Response(files[name], headers={**_HEADERS, "content-type": _CONTENT_TYPES[name]})
 
     return routes

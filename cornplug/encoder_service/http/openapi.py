@@ -11,10 +11,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from cornplug.encoder_service.http.access_control import OPEN
+from cornplug.encoder_service.http.access_control import OPEN_PATHS
 from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
 from cornplug.encoder_service.http.responses import ErrorAnswer
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"
@@ -35,7 +35,7 @@ ENCODE: Final[Responses] = {
     200: {
         "description": "The embedding. A safetensors file has it as tensor `embedding`, and the other fields "
         "of EncodeAnswer as JSON in its metadata, under `cornplug`.",
-        "content": {embedding_file.MEDIA_TYPE: {"schema": _BINARY}},
+        "content": {engine_seal.EMBEDDING_MEDIA_TYPE: {"schema": _BINARY}},
     },
     403: _error(
         "The caller sent a salt without a tenant's key, or the request came from a web page of another site."
@@ -64,7 +64,7 @@ RELOAD: Final[Responses] = {
 }
 METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
-_AT_THE_DOOR: Final = {
+_ACCESS_RESPONSES: Final = {
     status: {
         "description": why,
         "content": {"application/json": {"schema": {"$ref": f"{_REF}ErrorAnswer"}}},
@@ -79,7 +79,7 @@ _FILES: Final = dict.fromkeys(MODALITIES, _BINARY)
 _FORM_FIELDS: Final = ("model", "cache_salt", "inline", "deadline_s", "fps", "num_frames")
 
 
-def _form() -> dict[str, Any]:
+def _form_schema() -> dict[str, Any]:
     fields = EncodeBody.model_json_schema()["properties"]
     return {
         "type": "object",
@@ -89,12 +89,12 @@ def _form() -> dict[str, Any]:
     }
 
 
-BODY: Final[Mapping[str, Any]] = {
+ENCODE_BODY: Final[Mapping[str, Any]] = {
     "requestBody": {
         "required": True,
         "content": {
             "application/json": {"schema": {"$ref": f"{_REF}EncodeBody"}},
-            "multipart/form-data": {"schema": _form()},
+            "multipart/form-data": {"schema": _form_schema()},
         },
     }
 }
@@ -110,7 +110,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-def complete(app: FastAPI) -> None:
+def complete_schema(app: FastAPI) -> None:
     """Make `app.openapi` include the schemas and statuses that are not in any route's signature."""
 
     def document() -> dict[str, Any]:
@@ -119,8 +119,8 @@ def complete(app: FastAPI) -> None:
             _, extra = models_json_schema([(EncodeBody, "validation")], ref_template=_REF + "{model}")
             made["components"]["schemas"] |= extra["$defs"]
             for path, methods in made["paths"].items():
-                for operation in methods.values() if path not in OPEN else ():
-                    operation["responses"] |= _AT_THE_DOOR
+                for operation in methods.values() if path not in OPEN_PATHS else ():
+                    operation["responses"] |= _ACCESS_RESPONSES
             app.openapi_schema = made
         return dict(app.openapi_schema)
 

@@ -25,10 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.http.access_control import ENGINES, SEAL
-from cornplug.encoder_service.http.responses import FailedMedium, refused
+from cornplug.encoder_service.http.access_control import ENGINE_CLASS, SEAL_SCOPE_KEY
+from cornplug.encoder_service.http.responses import HttpRefusal, refusal_response
 from cornplug.encoder_service.preprocess.decode_lanes import ByteBudget
-from cornplug.encoder_service.preprocess.preparer import medium_bytes
+from cornplug.encoder_service.preprocess.preparer import media_bytes
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
@@ -41,7 +41,7 @@ _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
-_SHOWN: Final = 200
+_MAX_SHOWN_CHARS: Final = 200
 """Maximum number of characters of a client's value in an error message."""
 
 
@@ -50,7 +50,7 @@ class BodyParser:
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
-        self._turns: dict[ServiceClass, asyncio.Lock] = {}
+        self._locks: dict[ServiceClass, asyncio.Lock] = {}
 
     async def parse(
         self, request: Request, function: Callable[[bytes], ParsedT], qos: ServiceClass
@@ -61,14 +61,14 @@ class BodyParser:
         """
         body = b"".join([piece async for piece in request.stream()])
         large = len(body) > LARGE_BYTES
-        turn = self._turns.setdefault(qos, asyncio.Lock()) if large else contextlib.nullcontext()
+        turn = self._locks.setdefault(qos, asyncio.Lock()) if large else contextlib.nullcontext()
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, body)
 
 
-class _InMemory(MultiPartParser):
-    """Multipart parser that keeps media in memory instead of writing them to /tmp. `BodyGuard` limits the
-    number of bytes."""
+class _InMemoryFormParser(MultiPartParser):
+    """Multipart parser that keeps media in memory instead of writing them to /tmp. `BodyLimitMiddleware`
+    limits the number of bytes."""
 
     spool_max_size = 1 << 62
 
@@ -114,19 +114,19 @@ class EncodeBody(pydantic.BaseModel):
     engine."""
 
     @pydantic.model_validator(mode="after")
-    def _exactly_one(self) -> Self:
+    def _check_one_modality(self) -> Self:
         if sum(modality in self.model_fields_set for modality in MODALITIES) != 1:
             raise ValueError(f"set exactly one of {', '.join(MODALITIES)}")
         return self
 
-    def source(self) -> RequestMedium:
+    def request_media(self) -> RequestMedia:
         """Return the media item."""
         (modality,) = (modality for modality in MODALITIES if modality in self.model_fields_set)
-        return RequestMedium(modality=modality, content=getattr(self, modality))
+        return RequestMedia(modality=modality, content=getattr(self, modality))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMedium:
+class RequestMedia:
     """Media item of a request: the bytes of a file, or a JSON string (base64 or a URL)."""
 
     modality: Modality
@@ -139,7 +139,7 @@ class RequestMedium:
         """Name of the field that contains the media item, for messages."""
         return self.modality + self.suffix
 
-    def url(self) -> str | None:
+    def remote_url(self) -> str | None:
         """Return the URL to fetch, or None if the request contains the bytes."""
         if isinstance(self.content, str) and self.content[:8].lower().startswith(("http://", "https://")):
             return self.content
@@ -150,17 +150,17 @@ class RequestMedium:
         """Whether a video was sent as images, in vLLM's form `data:video/jpeg;base64,FRAME,FRAME,...`."""
         return isinstance(self.content, str) and self.content.startswith(_VIDEO_URL)
 
-    def frames(self) -> list[bytes]:
+    def read_frames(self) -> list[bytes]:
         """Return the frames as bytes of encoded images. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
         each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_VIDEO_IMAGES)
         if len(each) > MAX_VIDEO_IMAGES:
-            raise _bad(f"{self.field}: more than {MAX_VIDEO_IMAGES} frames")
-        return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
+            raise _bad_input(f"{self.field}: more than {MAX_VIDEO_IMAGES} frames")
+        return [media_bytes(self.field, _IMAGE_URL + text) for text in each]
 
-    def data(self) -> bytes:
+    def read_bytes(self) -> bytes:
         """Return the item's bytes from the request. Raises EncoderRefused("bad_input") or ("remote_url")."""
-        return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
+        return self.content if isinstance(self.content, bytes) else media_bytes(self.field, self.content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ class ParsedRequest:
     """Validated request to `/v1/encode`, or an engine's request in the same form."""
 
     model: str
-    source: RequestMedium
+    media: RequestMedia
     cache_salt: str | None
     inline: bool
     deadline_s: float | None
@@ -176,25 +176,26 @@ class ParsedRequest:
     """Frames to sample, if the media item is a video."""
 
 
-async def read(request: Request, parser: BodyParser, qos: ServiceClass) -> ParsedRequest:
+async def read_request(request: Request, parser: BodyParser, qos: ServiceClass) -> ParsedRequest:
     """Read and parse the request. Raises EncoderRefused("media_type") or EncoderRefused("bad_input")."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         return await _read_form(request)
     if kind == "application/json":
         body = await parser.parse(request, _validate, qos)
-        return _parsed(body, body.source())
+        return _build_request(body, body.request_media())
     raise EncoderRefused(
-        f"content-type: {kind[:_SHOWN]!r} is not supported; send multipart/form-data or application/json",
+        f"content-type: {kind[:_MAX_SHOWN_CHARS]!r} is not supported; "
+        "send multipart/form-data or application/json",
         reason="media_type",
     )
 
 
 async def _read_form(request: Request) -> ParsedRequest:
-    source: RequestMedium | None = None
+    source: RequestMedia | None = None
     fields: dict[str, str] = {}
     try:
-        parser = _InMemory(
+        parser = _InMemoryFormParser(
             request.headers,
             request.stream(),
             max_files=1,
@@ -204,30 +205,32 @@ async def _read_form(request: Request) -> ParsedRequest:
         async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
-                    source = RequestMedium(modality=name, content=await value.read())
+                    source = RequestMedia(modality=name, content=await value.read())
                 elif isinstance(value, UploadFile) or name in MODALITIES:
-                    raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
+                    raise _bad_input(
+                        f"{name[:_MAX_SHOWN_CHARS]}: send the medium as a file named image, video or audio"
+                    )
                 elif name in fields:
-                    raise _bad(f"{name[:_SHOWN]}: set twice")
+                    raise _bad_input(f"{name[:_MAX_SHOWN_CHARS]}: set twice")
                 else:
                     fields[name] = value
     except MultiPartException as e:
         if e.message.startswith("Too many files"):
-            raise _bad("form: send one file in each request") from e
-        raise _bad(f"form: {e.message[:_SHOWN]}") from e
+            raise _bad_input("form: send one file in each request") from e
+        raise _bad_input(f"form: {e.message[:_MAX_SHOWN_CHARS]}") from e
     if source is None:
-        raise _bad("image: send the medium as a file named image, video or audio")
+        raise _bad_input("image: send the medium as a file named image, video or audio")
     # The media item is in a file. An empty string replaces it, so only the other fields are validated.
-    return _parsed(_validate({**fields, source.modality: ""}), source)
+    return _build_request(_validate({**fields, source.modality: ""}), source)
 
 
-def _parsed(body: EncodeBody, source: RequestMedium) -> ParsedRequest:
+def _build_request(body: EncodeBody, media: RequestMedia) -> ParsedRequest:
     sampling = FrameSampling(fps=body.fps, num_frames=body.num_frames)
-    if sampling != FrameSampling() and source.modality != "video":
-        raise _bad("fps, num_frames: this request has no video")
+    if sampling != FrameSampling() and media.modality != "video":
+        raise _bad_input("fps, num_frames: this request has no video")
     return ParsedRequest(
         model=body.model,
-        source=source,
+        media=media,
         cache_salt=body.cache_salt,
         inline=body.inline,
         deadline_s=body.deadline_s,
@@ -242,20 +245,20 @@ def _validate(value: bytes | Mapping[str, Any]) -> EncodeBody:
         return EncodeBody.model_validate(value)
     except pydantic.ValidationError as e:
         first = e.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])[:_SHOWN] or "body"
-        raise _bad(f"{where}: {first['msg'][:_SHOWN]}") from None
+        where = ".".join(str(part) for part in first["loc"])[:_MAX_SHOWN_CHARS] or "body"
+        raise _bad_input(f"{where}: {first['msg'][:_MAX_SHOWN_CHARS]}") from None
 
 
-def _bad(message: str) -> EncoderRefused:
+def _bad_input(message: str) -> EncoderRefused:
     return EncoderRefused(message, reason="bad_input")
 
 
 BODY_DEADLINE_S: Final = 30.0
 """Maximum seconds for receiving the body of an HTTP request."""
-_HELD_BYTES: Final = 1 << 30
-"""Maximum total bytes of bodies in memory, unless `_LEAST_BODIES` bodies need more. Half of it is divided
+_MAX_BODIES_BYTES: Final = 1 << 30
+"""Maximum total bytes of bodies in memory, unless `_MIN_BODIES` bodies need more. Half of it is divided
 among the service classes by their shares, and a quarter is reserved for engines."""
-_LEAST_BODIES: Final = 4
+_MIN_BODIES: Final = 4
 """Minimum capacity of the budget, as a number of bodies of the maximum size."""
 MAX_VIDEO_IMAGES: Final = 4096
 """Maximum number of images in a video that is sent as images."""
@@ -265,15 +268,15 @@ _SMALL_BYTES: Final = 64 << 10
 _MAX_MEDIA: Final = 256
 """Maximum number of media items in one request. Only SGLang's servers send several
 (`sglang_delivery.EncodePart`)."""
-_QUOTES_A_MEDIUM: Final = 32
+_QUOTES_PER_ITEM: Final = 32
 """Maximum number of quotation marks for one media item. An item has at most five fields, each with four
 quotation marks for its name and value."""
-_BRACKETS_A_MEDIUM: Final = 4
-_ENGINES_SHARE: Final = 0.25
-_CLASSES_SHARE: Final = 0.5
+_BRACKETS_PER_ITEM: Final = 4
+_ENGINE_FRACTION: Final = 0.25
+_CLASS_FRACTION: Final = 0.5
 
 
-class JsonShape:
+class JsonMarkLimit:
     """Counts the quotation marks, brackets and commas in a JSON text that arrives in pieces.
 
     The number of these marks limits the number and depth of the values. `add` raises
@@ -281,32 +284,33 @@ class JsonShape:
     """
 
     def __init__(self) -> None:
-        quotes = _QUOTES_A_MEDIUM * _MAX_MEDIA
-        self._left = {
+        quotes = _QUOTES_PER_ITEM * _MAX_MEDIA
+        self._remaining = {
             (b'"',): quotes,
-            (b"[", b"{"): _BRACKETS_A_MEDIUM * _MAX_MEDIA,
+            (b"[", b"{"): _BRACKETS_PER_ITEM * _MAX_MEDIA,
             (b",",): MAX_VIDEO_IMAGES * _MAX_MEDIA + quotes,
         }
 
     def add(self, piece: bytes) -> None:
         """Count the marks in the next piece of the text."""
-        for marks, left in self._left.items():
+        for marks, left in self._remaining.items():
             left -= sum(map(piece.count, marks))
             if left < 0:
                 raise EncoderRefused("body: more values than a request can have", reason="too_large")
-            self._left[marks] = left
+            self._remaining[marks] = left
 
 
 def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
     """Return the budget for the bytes of bodies in memory."""
     return ByteBudget(
-        {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
-        max(_HELD_BYTES, _LEAST_BODIES * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
+        {qos: _CLASS_FRACTION * qos.share for qos in classes.ranked_classes()}
+        | {ENGINE_CLASS: _ENGINE_FRACTION},
+        max(_MAX_BODIES_BYTES, _MIN_BODIES * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
         purpose="to receive it",
     )
 
 
-class BodyGuard:
+class BodyLimitMiddleware:
     """Middleware that limits bodies. A refused request gets a JSON reply, and its connection is closed.
 
     head   Content-Length must not exceed the path's limit.
@@ -334,24 +338,24 @@ class BodyGuard:
                 Content-Length.
         """
         self._app = app
-        self._count = count
+        self._count_refusal = count
         self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
-        self._held = held
+        self._budget = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        max_bytes = self._max_bytes if _takes_media(scope["path"]) else _SMALL_BYTES
+        max_bytes = self._max_bytes if _accepts_media(scope["path"]) else _SMALL_BYTES
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > max_bytes:
-            self._count("too_large")
-            await refused(FailedMedium.of(_too_large(max_bytes)))(scope, receive, send)
+            self._count_refusal("too_large")
+            await refusal_response(HttpRefusal.from_error(_too_large(max_bytes)))(scope, receive, send)
             return
-        shape = None if _is_opaque(scope["path"], headers) else JsonShape()
-        qos = ENGINES if SEAL in scope else self._classes.of_headers(headers).qos
+        shape = None if _is_opaque(scope["path"], headers) else JsonMarkLimit()
+        qos = ENGINE_CLASS if SEAL_SCOPE_KEY in scope else self._classes.identify_caller(headers).qos
         end = asyncio.get_running_loop().time() + BODY_DEADLINE_S
         seen = 0
         whole = False
@@ -372,24 +376,24 @@ class BodyGuard:
             seen += len(piece)
             if seen > max_bytes:
                 raise _too_large(max_bytes)
-            held.need(seen)
+            held.resize(seen)
             if shape is not None:
                 shape.add(piece)
             return message
 
-        with self._held.share(qos) as held:
+        with self._budget.open_share(qos) as held:
             await self._app(scope, counted, send)
 
 
-def _takes_media(path: str) -> bool:
+def _accepts_media(path: str) -> bool:
     """Return whether the path is /v1/encode, /v1/engine, or SGLang's /encode and /sglang/MODEL/encode."""
-    return path.endswith("/encode") or path == engine_seal.PATH
+    return path.endswith("/encode") or path == engine_seal.ENGINE_PATH
 
 
 def _is_opaque(path: str, headers: Headers) -> bool:
     """Return whether the body is a form or sealed bytes. All other bodies are parsed as JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "multipart/form-data" or path == engine_seal.PATH
+    return kind == "multipart/form-data" or path == engine_seal.ENGINE_PATH
 
 
 def _too_large(max_bytes: int) -> EncoderRefused:

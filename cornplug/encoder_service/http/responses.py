@@ -11,7 +11,7 @@ import pydantic
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from cornplug.encoder_service.wire import embedding_file
+from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, status_of
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -47,35 +47,35 @@ class ErrorAnswer(pydantic.BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedMedium:
+class EncodedMedia:
     """Reply with the embedding of one media item."""
 
-    answer: EncodeReply
+    reply: EncodeReply
     dtype: str
     handle: str | None
 
-    def meta(self) -> dict[str, Any]:
+    def metadata_fields(self) -> dict[str, Any]:
         """Return the fields of `EncodeAnswer` without the data."""
-        tensor = self.answer.tensor
+        tensor = self.reply.tensor
         return {
-            "key": self.answer.key.hex(),
+            "key": self.reply.key.hex(),
             "shape": list(tensor.shape) if tensor is not None else None,
             "dtype": self.dtype,
-            "origin": self.answer.origin,
-            "stored": self.answer.stored,
-            "service_time_s": round(self.answer.service_time_s, 6),
+            "origin": self.reply.origin,
+            "stored": self.reply.stored,
+            "service_time_s": round(self.reply.service_time_s, 6),
             "handle": self.handle,
         }
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `EncodeAnswer`."""
-        tensor = self.answer.tensor
+        tensor = self.reply.tensor
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
-        return {**self.meta(), "data": data}
+        return {**self.metadata_fields(), "data": data}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailedMedium:
+class HttpRefusal:
     """Refusal of one media item."""
 
     reason: str
@@ -83,11 +83,11 @@ class FailedMedium:
     retry_after_s: float | None = None
 
     @classmethod
-    def of(cls, refusal: EncodeRefusal | EncoderRefused | MediaError) -> FailedMedium:
-        if isinstance(refusal, EncodeRefusal):
-            return cls(reason=refusal.reason, message=refusal.message, retry_after_s=refusal.retry_after_s)
-        retry_after_s = refusal.retry_after_s if isinstance(refusal, EncoderRefused) else None
-        return cls(reason=refusal.reason, message=str(refusal), retry_after_s=retry_after_s)
+    def from_error(cls, error: EncodeRefusal | EncoderRefused | MediaError) -> HttpRefusal:
+        if isinstance(error, EncodeRefusal):
+            return cls(reason=error.reason, message=error.message, retry_after_s=error.retry_after_s)
+        retry_after_s = error.retry_after_s if isinstance(error, EncoderRefused) else None
+        return cls(reason=error.reason, message=str(error), retry_after_s=retry_after_s)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `ErrorAnswer`."""
@@ -97,23 +97,26 @@ class FailedMedium:
         return {"error": detail}
 
 
-Outcome = EncodedMedium | FailedMedium
+Outcome = EncodedMedia | HttpRefusal
 
 
-def reply(outcome: Outcome, accept: str) -> Response:
+def build_response(outcome: Outcome, accept: str) -> Response:
     """Return the HTTP response: a safetensors file if `accept` allows it, otherwise JSON."""
-    if isinstance(outcome, FailedMedium):
-        return refused(outcome)
-    tensor = outcome.answer.tensor
-    if embedding_file.MEDIA_TYPE in accept and tensor is not None:
-        return Response(embedding_file.pack(outcome.meta(), tensor), media_type=embedding_file.MEDIA_TYPE)
+    if isinstance(outcome, HttpRefusal):
+        return refusal_response(outcome)
+    tensor = outcome.reply.tensor
+    if engine_seal.EMBEDDING_MEDIA_TYPE in accept and tensor is not None:
+        return Response(
+            engine_seal.pack_embedding(outcome.metadata_fields(), tensor),
+            media_type=engine_seal.EMBEDDING_MEDIA_TYPE,
+        )
     return JSONResponse(outcome.fields())
 
 
-def refused(failed: FailedMedium) -> JSONResponse:
+def refusal_response(refusal: HttpRefusal) -> JSONResponse:
     """Return the HTTP response for a refusal, with the status of its reason."""
-    status = status_of(failed.reason)
+    status = status_of(refusal.reason)
     headers = {}
-    if failed.retry_after_s is not None or status in (429, 503):
-        headers["retry-after"] = str(max(1, math.ceil(failed.retry_after_s or 0)))
-    return JSONResponse(failed.fields(), status_code=status, headers=headers)
+    if refusal.retry_after_s is not None or status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after_s or 0)))
+    return JSONResponse(refusal.fields(), status_code=status, headers=headers)

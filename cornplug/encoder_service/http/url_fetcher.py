@@ -43,7 +43,7 @@ MAX_FETCHES: Final = 64
 """Maximum number of concurrent URL fetches. Each service class has a share of them."""
 FETCH_DEADLINE_S: Final = 5.0
 """Maximum seconds for fetching one URL, including redirects but not the wait for a slot."""
-_MAX_URL: Final = 4096
+_MAX_URL_CHARS: Final = 4096
 _ANY_HOST: Final = "*"
 _IDLE_CONNECTIONS: Final = 8
 """Maximum number of idle connections to one host that are kept for later fetches."""
@@ -57,7 +57,7 @@ _ENTRY_WITH_PORT: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+):([0-9]{1,5})"
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
-_NOT_PUBLIC: Final = (
+_NON_PUBLIC_NETWORKS: Final = (
     IPv4Network("192.88.99.0/24"),  # 6to4's anycast: any network may announce it and receive its traffic
     # protocol assignments; 192.0.0.192 is the metadata service of Oracle's cloud
     IPv4Network("192.0.0.0/24"),
@@ -76,7 +76,7 @@ class AllowedHost:
     ports: frozenset[int] = _DEFAULT_PORTS
 
     @classmethod
-    def of(cls, entry: str) -> AllowedHost:
+    def parse(cls, entry: str) -> AllowedHost:
         """Parse "HOST", "HOST:PORT", "[IPV6]" or "[IPV6]:PORT". Raises ConfigError for any other text."""
         word = entry.lower()
         # An IPv6 address without brackets has several colons and no port.
@@ -107,11 +107,11 @@ class UrlRules:
     """Networks that are allowed although they are not public."""
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> UrlRules:
+    def from_config(cls, config: EncoderConfig) -> UrlRules:
         """Create the rules from the settings. Raises ConfigError for an invalid setting."""
-        hosts = tuple(map(AllowedHost.of, config.allow_hosts))
+        hosts = tuple(map(AllowedHost.parse, config.allow_hosts))
         try:
-            networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
+            networks = tuple(map(ipaddress.ip_network, _split_list(config.allow_networks)))
         except ValueError as e:
             raise ConfigError("encoder.allow_networks", str(e), "Write networks such as 10.2.0.0/16.") from e
         return cls(hosts=hosts, networks=networks)
@@ -127,10 +127,10 @@ class UrlRules:
     def allows_address(self, address: Address) -> bool:
         """Return whether an address is public or in `networks`. An IPv6 address that embeds a private IPv4
         address is rejected."""
-        plain = _unmapped(address)
+        plain = _unmap_ipv4(address)
         if any(plain in network for network in self.networks if network.version == plain.version):
             return True
-        return _public(plain)
+        return _is_public(plain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-class _Connections:
+class _ConnectionPool:
     """Pool of idle connections, by scheme, host name and port. Use it from one event loop.
 
     A transport finds connections only by address. With a single transport for all hosts, a request could use
@@ -162,32 +162,32 @@ class _Connections:
 
     def __init__(self) -> None:
         self._tls = _system_tls(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-        self._kept: OrderedDict[tuple[str, str, int], httpx.AsyncHTTPTransport] = OrderedDict()
-        self._used: Counter[tuple[str, str, int]] = Counter()
+        self._transports: OrderedDict[tuple[str, str, int], httpx.AsyncHTTPTransport] = OrderedDict()
+        self._use_counts: Counter[tuple[str, str, int]] = Counter()
 
     @contextlib.asynccontextmanager
-    async def of(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
+    async def transport_for(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
         """Yield the transport for the target's host. The transport is not closed during the context."""
         key = target.url.scheme, target.host, target.port
-        if key not in self._kept:
+        if key not in self._transports:
             limits = httpx.Limits(
                 max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS, keepalive_expiry=_IDLE_S
             )
-            self._kept[key] = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
-        self._kept.move_to_end(key)
-        self._used[key] += 1
+            self._transports[key] = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+        self._transports.move_to_end(key)
+        self._use_counts[key] += 1
         try:
-            yield self._kept[key]
+            yield self._transports[key]
         finally:
-            self._used[key] -= 1
-            unused = [old for old in self._kept if not self._used[old]]
-            for old in unused[: max(0, len(self._kept) - _MAX_HOSTS)]:
-                del self._used[old]
-                await self._kept.pop(old).aclose()
+            self._use_counts[key] -= 1
+            unused = [old for old in self._transports if not self._use_counts[old]]
+            for old in unused[: max(0, len(self._transports) - _MAX_HOSTS)]:
+                del self._use_counts[old]
+                await self._transports.pop(old).aclose()
 
     async def close(self) -> None:
-        while self._kept:
-            await self._kept.popitem()[1].aclose()
+        while self._transports:
+            await self._transports.popitem()[1].aclose()
 
 
 class UrlFetcher:
@@ -199,40 +199,40 @@ class UrlFetcher:
         self._slots = slots
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
-        self._connections = _Connections()
+        self._connections = _ConnectionPool()
 
     @classmethod
-    def of(cls, config: EncoderConfig, classes: Sequence[ServiceClass]) -> UrlFetcher:
-        """Create a fetcher. Raises the same errors as `UrlRules.of`."""
+    def from_config(cls, config: EncoderConfig, classes: Sequence[ServiceClass]) -> UrlFetcher:
+        """Create a fetcher. Raises the same errors as `UrlRules.from_config`."""
         return cls(
-            UrlRules.of(config),
+            UrlRules.from_config(config),
             FetchSlots(classes, MAX_FETCHES, max_waiting=MAX_WAITING),
             max_bytes=config.max_body_bytes,
             deadline_s=FETCH_DEADLINE_S,
         )
 
     async def fetch(
-        self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, held: BudgetShare
+        self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, budget_share: BudgetShare
     ) -> bytes:
-        """Return the bytes at `url`. `held` counts them, and error messages begin with `field`.
+        """Return the bytes at `url`. `budget_share` counts them, and error messages begin with `field`.
 
         Waits at most `deadline_s` seconds for a slot of the class. The fetch's time limit starts when it gets
         a slot. Raises EncoderRefused: "remote_url" if the host, scheme, port, address or redirect is not
         allowed, "remote_failed" if there is no response or a status other than 200, "remote_timeout",
-        "too_large", or "fetches_full". Also raises the same errors as `BudgetShare.need`.
+        "too_large", or "fetches_full". Also raises the same errors as `BudgetShare.resize`.
         """
         if not self._rules.hosts:
             raise EncoderRefused(
                 f"{field}: this service does not fetch URLs (encoder.allow_hosts is empty); send the bytes",
                 reason="remote_url",
             )
-        self._checked(field, url, None)
+        self._check_url(field, url, None)
         end = asyncio.get_running_loop().time() + deadline_s
-        async with self._slots.taken(qos, field, deadline_s=deadline_s) as slot:
+        async with self._slots.acquire(qos, field, deadline_s=deadline_s) as slot:
             left_s = end - asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(min(self._deadline_s, left_s)):
-                    return await self._follow(field, url, slot, held)
+                    return await self._follow_redirects(field, url, slot, budget_share)
             except (TimeoutError, httpx.TimeoutException):
                 raise EncoderRefused(
                     f"{field}: the URL's host took too long", reason="remote_timeout"
@@ -245,30 +245,36 @@ class UrlFetcher:
         """Close the kept connections."""
         await self._connections.close()
 
-    async def _follow(self, field: str, text: str, slot: FetchSlot, held: BudgetShare) -> bytes:
+    async def _follow_redirects(
+        self, field: str, text: str, slot: FetchSlot, budget_share: BudgetShare
+    ) -> bytes:
         before: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
-            url = self._checked(field, text, before)
-            answer = await self._get(field, await self._resolved(field, url, slot), held)
+            url = self._check_url(field, text, before)
+            answer = await self._get_from_any_address(
+                field, await self._resolve(field, url, slot), budget_share
+            )
             if isinstance(answer, bytes):
                 return answer
             before, text = url, answer
         raise EncoderRefused(f"{field}: more than {MAX_REDIRECTS} redirects", reason="remote_url")
 
-    def _checked(self, field: str, text: str, before: httpx.URL | None) -> httpx.URL:
+    def _check_url(self, field: str, text: str, redirected_from: httpx.URL | None) -> httpx.URL:
         """Return the absolute URL. Raises EncoderRefused if its scheme, host or port is not allowed.
 
-        `before` is the URL that redirected to `text`, or None.
+        `redirected_from` is the URL that redirected to `text`, or None.
         """
         try:
-            if len(text) > _MAX_URL:
-                raise httpx.InvalidURL(f"longer than {_MAX_URL} characters")
-            url = httpx.URL(text) if before is None else before.join(text)
-            host = _host(url)
+            if len(text) > _MAX_URL_CHARS:
+                raise httpx.InvalidURL(f"longer than {_MAX_URL_CHARS} characters")
+            url = httpx.URL(text) if redirected_from is None else redirected_from.join(text)
+            host = _normalized_host(url)
         except (httpx.InvalidURL, UnicodeError) as e:
             raise EncoderRefused(f"{field}: not a URL: {e}", reason="remote_url") from None
         problem = None
-        if url.scheme not in _PORTS or (before is not None and before.scheme == "https" != url.scheme):
+        if url.scheme not in _PORTS or (
+            redirected_from is not None and redirected_from.scheme == "https" != url.scheme
+        ):
             problem = "only http and https URLs are fetched, without redirects from https to http"
         elif url.userinfo:
             problem = "URLs with a user name or password are not fetched"
@@ -280,10 +286,10 @@ class UrlFetcher:
             raise EncoderRefused(f"{field}: {problem}", reason="remote_url")
         return url
 
-    async def _resolved(self, field: str, url: httpx.URL, slot: FetchSlot) -> _Target:
-        host, port = _host(url), url.port or _PORTS[url.scheme]
+    async def _resolve(self, field: str, url: httpx.URL, slot: FetchSlot) -> _Target:
+        host, port = _normalized_host(url), url.port or _PORTS[url.scheme]
         # A lookup cannot be cancelled, so it occupies the slot until the name server replies.
-        looking = _looked_up(host, port)
+        looking = _look_up_host(host, port)
         slot.keep_until(looking)
         found = await asyncio.shield(looking)
         addresses = tuple(
@@ -297,17 +303,19 @@ class UrlFetcher:
             )
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
-    async def _get(self, field: str, target: _Target, held: BudgetShare) -> bytes | str:
+    async def _get_from_any_address(
+        self, field: str, target: _Target, budget_share: BudgetShare
+    ) -> bytes | str:
         """Return the body as bytes, or the location of a redirect as text. Tries the addresses in order."""
         for address in target.addresses[:-1]:
             try:
-                return await self._get_from(field, target, address, held)
+                return await self._get_from(field, target, address, budget_share)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-        return await self._get_from(field, target, target.addresses[-1], held)
+        return await self._get_from(field, target, target.addresses[-1], budget_share)
 
     async def _get_from(
-        self, field: str, target: _Target, address: Address, held: BudgetShare
+        self, field: str, target: _Target, address: Address, budget_share: BudgetShare
     ) -> bytes | str:
         url = target.url.copy_with(host=str(address), port=target.port, fragment=None)
         authority = target.url.netloc.decode("ascii")
@@ -318,16 +326,16 @@ class UrlFetcher:
             headers={"host": authority, **_HEADERS},
             extensions={"sni_hostname": target.host, "timeout": timeout.as_dict()},
         )
-        async with self._connections.of(target) as transport:
-            response = await _sent(transport, request)
+        async with self._connections.transport_for(target) as transport:
+            response = await _send_with_retry(transport, request)
             try:
                 if response.status_code in (301, 302, 303, 307, 308):
                     return response.headers.get("location", "")
-                return await self._body(field, response, held)
+                return await self._read_body(field, response, budget_share)
             finally:
                 await response.aclose()
 
-    async def _body(self, field: str, response: httpx.Response, held: BudgetShare) -> bytes:
+    async def _read_body(self, field: str, response: httpx.Response, budget_share: BudgetShare) -> bytes:
         if response.status_code != 200:
             problem = f"{field}: the URL's host returned status {response.status_code}"
             raise EncoderRefused(problem, reason="remote_failed")
@@ -340,11 +348,11 @@ class UrlFetcher:
                 raise EncoderRefused(
                     f"{field}: larger than the limit of {self._max_bytes} bytes", reason="too_large"
                 )
-            held.need(len(body))
+            budget_share.resize(len(body))
         return bytes(body)
 
 
-async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+async def _send_with_retry(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
     """Send the request, and return the response when its headers have arrived.
 
     Retries once, because the host may have closed an idle connection.
@@ -355,7 +363,7 @@ async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> 
         return await transport.handle_async_request(request)
 
 
-def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
+def _look_up_host(host: str, port: int) -> asyncio.Future[list[Any]]:
     """Resolve a name on a separate thread. In a pool, a slow name server could block all threads."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[Any]] = loop.create_future()
@@ -382,28 +390,28 @@ def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
     return future
 
 
-def _words(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _host(url: httpx.URL) -> str:
+def _normalized_host(url: httpx.URL) -> str:
     """Return the host in the same form as `AllowedHost.host`: ASCII, in lower case, without a trailing
     dot."""
     return url.raw_host.decode("ascii").lower().rstrip(".")
 
 
-def _unmapped(address: Address) -> Address:
+def _unmap_ipv4(address: Address) -> Address:
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
 
 
-def _public(address: Address) -> bool:
+def _is_public(address: Address) -> bool:
     if isinstance(address, IPv6Address):
         if address in _NAT64:
-            return _public(IPv4Address(int(address) & 0xFFFFFFFF))
+            return _is_public(IPv4Address(int(address) & 0xFFFFFFFF))
         # Reject tunnel addresses, because they lead to IPv4 addresses that are not checked.
         if address.sixtofour or address.teredo or address not in _GLOBAL_UNICAST:
             return False
-    elif any(address in network for network in _NOT_PUBLIC):
+    elif any(address in network for network in _NON_PUBLIC_NETWORKS):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved

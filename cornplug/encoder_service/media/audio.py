@@ -40,22 +40,30 @@ MAX_SAMPLES: Final = 1 << 26
 """Maximum number of samples per channel. As float32, they take 256 MiB."""
 DECODE_TIMEOUT_S: Final = 30.0
 """Maximum seconds to decode one media item."""
-_SHORT_BY: Final = 0.02
+_MAX_MISSING_FRACTION: Final = 0.02
 """Fraction of the announced duration that may be missing before the file counts as truncated."""
 _PRIMING_S: Final = 0.1
 """Seconds of padding that an encoder may include in the announced duration."""
-_ENDLESS: Final = 0x7FFF_F000
+_MIN_UNKNOWN_SIZE: Final = 0x7FFF_F000
 """Minimum value of a RIFF size that counts as a placeholder. Programs that stream write it, because they do
 not know the size yet."""
-_EXACT: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
+_EXACT_CONTAINERS: Final = frozenset({"wav", "w64", "aiff", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
 """Containers whose header contains the exact duration instead of an estimate."""
-_SCALE: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
+_INTEGER_SCALES: Final = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "s64": 1 << 63}
 
 # PyAV raises FFmpegError for FFmpeg's errors, and various Python exceptions for an invalid header.
-BROKEN: Final = (av.FFmpegError, ValueError, LookupError, OverflowError, TypeError, RuntimeError, MemoryError)
+DECODE_ERRORS: Final = (
+    av.FFmpegError,
+    ValueError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+)
 
 Samples = npt.NDArray[np.float32]
-Before = Callable[[float, int], None]
+BeforeDecode = Callable[[float, int], None]
 """Function that is called before decoding, with the duration in seconds and the sample rate. If the header
 has no duration, the maximum duration is passed. An exception stops the decoding."""
 
@@ -78,11 +86,11 @@ class AudioSamples:
         return samples_digest(self.rate, self.samples.astype("<f4", copy=False).tobytes())
 
 
-def _no_objection(seconds: float, rate: int) -> None:
+def _accept_any_duration(seconds: float, rate: int) -> None:
     pass
 
 
-def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> AudioSamples:
+def decode(data: bytes, *, max_s: float, before: BeforeDecode = _accept_any_duration) -> AudioSamples:
     """Decode a whole audio file at its own sample rate.
 
     The limits are checked against the header before decoding, and again while decoding. If the header is
@@ -93,12 +101,12 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Audi
     """
     riff = int.from_bytes(data[4:8], "little") if data[:4] == b"RIFF" else 0
     # The size in many files is wrong by a header or a padding byte. This does not count as truncation.
-    if riff < _ENDLESS and len(data) < riff * (1 - _SHORT_BY):
+    if riff < _MIN_UNKNOWN_SIZE and len(data) < riff * (1 - _MAX_MISSING_FRACTION):
         raise MediaError(
             f"the WAV file is truncated: it has {len(data)} bytes, fewer than its header specifies",
             reason="damaged",
         )
-    with opened(data, "audio") as container:
+    with open_container(data, "audio") as container:
         if not container.streams.audio:
             raise MediaError("the file has no audio stream", reason="no_audio")
         stream = container.streams.audio[0]
@@ -108,26 +116,30 @@ def decode(data: bytes, *, max_s: float, before: Before = _no_objection) -> Audi
         _check_header(stream, announced_s, max_s)
         rate: int = stream.rate
         before(max_s if announced_s is None else announced_s, rate)
-        samples = np.concatenate([*_mono(container, stream, max_s), np.zeros(0, np.float32)])
-        exact = container.format.name in _EXACT
+        samples = np.concatenate([*_decode_mono(container, stream, max_s), np.zeros(0, np.float32)])
+        exact = container.format.name in _EXACT_CONTAINERS
     if not len(samples):
         raise MediaError("the audio has no samples", reason="empty")
     if not np.isfinite(samples).all():
         raise MediaError("the audio has NaN or infinite samples", reason="damaged")
-    if exact and announced_s is not None and len(samples) / rate < announced_s * (1 - _SHORT_BY) - _PRIMING_S:
+    if (
+        exact
+        and announced_s is not None
+        and len(samples) / rate < announced_s * (1 - _MAX_MISSING_FRACTION) - _PRIMING_S
+    ):
         raise MediaError(
             f"the audio is truncated: {len(samples) / rate:.2f} s of {announced_s:.2f} s", reason="damaged"
         )
     return AudioSamples(samples=samples, rate=rate)
 
 
-def opened(data: bytes, what: str, **options: str) -> Any:
-    """Open a file's bytes as a PyAV container, which is a context manager. `what` is used in messages.
+def open_container(data: bytes, kind: str, **options: str) -> Any:
+    """Open a file's bytes as a PyAV container, which is a context manager. `kind` is used in messages.
 
     Raises MediaError("empty", "unknown_format").
     """
     if not data:
-        raise MediaError(f"the {what} has no bytes", reason="empty")
+        raise MediaError(f"the {kind} has no bytes", reason="empty")
     try:
         return av.open(
             io.BytesIO(data),
@@ -136,9 +148,9 @@ def opened(data: bytes, what: str, **options: str) -> Any:
             container_options={"format_whitelist": ",".join(FORMATS), "protocol_whitelist": "none"},
             options=options,
         )
-    except BROKEN as e:
+    except DECODE_ERRORS as e:
         raise MediaError(
-            f"not an accepted {what} format ({len(data)} bytes); send one of {', '.join(FORMATS)}",
+            f"not an accepted {kind} format ({len(data)} bytes); send one of {', '.join(FORMATS)}",
             reason="unknown_format",
         ) from e
 
@@ -150,8 +162,8 @@ def announced_duration_s(container: Any, stream: Any) -> float | None:
     return container.duration / av.time_base if container.duration and container.duration > 0 else None
 
 
-def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
-    """Yield the decoded frames of a stream. `what` is used in messages.
+def iter_frames(container: Any, stream: Any, kind: str) -> Iterator[Any]:
+    """Yield the decoded frames of a stream. `kind` is used in messages.
 
     Raises MediaError("damaged", "too_slow").
     """
@@ -161,13 +173,13 @@ def frames(container: Any, stream: Any, what: str) -> Iterator[Any]:
     while True:
         try:
             frame = next(decoded, None)
-        except BROKEN as e:
-            raise MediaError(f"the {what} is damaged: {e}", reason="damaged") from e
+        except DECODE_ERRORS as e:
+            raise MediaError(f"the {kind} is damaged: {e}", reason="damaged") from e
         if frame is None:
             return
         if time.monotonic() > end:
             raise MediaError(
-                f"the {what} takes longer than {DECODE_TIMEOUT_S:g} s to decode", reason="too_slow"
+                f"the {kind} takes longer than {DECODE_TIMEOUT_S:g} s to decode", reason="too_slow"
             )
         yield frame
 
@@ -185,10 +197,10 @@ def _check_header(stream: Any, announced_s: float | None, max_s: float) -> None:
         raise MediaError(f"{announced_s:.0f} s of audio exceed the limit of {max_s:g} s", reason="too_long")
 
 
-def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
+def _decode_mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
     rate, channels, total = stream.rate, stream.channels, 0
     most = min(math.floor(max_s * rate), MAX_SAMPLES)
-    for frame in frames(container, stream, "audio"):
+    for frame in iter_frames(container, stream, "audio"):
         # The sample rate and the channels may change within a stream, but no engine supports this.
         if frame.sample_rate != rate or frame.layout.nb_channels != channels:
             raise MediaError("the audio changes its rate or channels within the stream", reason="damaged")
@@ -198,17 +210,17 @@ def _mono(container: Any, stream: Any, max_s: float) -> Iterator[Samples]:
                 f"more than {most / rate:.0f} s of audio at {rate} Hz; the limit is {max_s:g} s",
                 reason="too_long",
             )
-        yield _floats(frame, channels).mean(axis=0)
+        yield _to_float32(frame, channels).mean(axis=0)
 
 
-def _floats(frame: Any, channels: int) -> Samples:
+def _to_float32(frame: Any, channels: int) -> Samples:
     """Return one decoded frame as float32 of shape (channels, samples)."""
     name: str = frame.format.name
     array = frame.to_ndarray()
     if not frame.format.is_planar:
         array = array.reshape(-1, channels).T
     kind = name.removesuffix("p")
-    if kind not in _SCALE:
+    if kind not in _INTEGER_SCALES:
         return np.asarray(array, np.float32)
     wide = array.astype(np.float64) - (128 if kind == "u8" else 0)
-    return np.asarray(wide / _SCALE[kind], np.float32)
+    return np.asarray(wide / _INTEGER_SCALES[kind], np.float32)

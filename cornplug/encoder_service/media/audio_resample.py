@@ -20,14 +20,14 @@ from cornplug.errors import MediaError
 
 _ZERO_CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
-_MAX_KERNEL: Final = 1 << 20
+_MAX_FILTER_VALUES: Final = 1 << 20
 """Maximum number of values in the filters. Two rates without a common divisor could need billions of
 values."""
-_BLOCK: Final = 1 << 22
+_BLOCK_SAMPLES: Final = 1 << 22
 """Approximate number of unfolded samples in memory at a time."""
 
 
-def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
+def resample(audio: AudioSamples, rate: int) -> AudioSamples:
     """Return the audio at another sample rate. Audio that already has this rate is returned unchanged.
 
     Raises MediaError("sample_rate") if the common divisor of the two rates is too small.
@@ -36,26 +36,26 @@ def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
         return audio
     divisor = math.gcd(audio.rate, rate)
     old, new = audio.rate // divisor, rate // divisor
-    if new * (old + 2 * _reach(old, new)) > _MAX_KERNEL:
+    if new * (old + 2 * _filter_reach(old, new)) > _MAX_FILTER_VALUES:
         raise MediaError(
             f"cannot resample {audio.rate} Hz to {rate} Hz; resample the audio to a common rate first",
             reason="sample_rate",
         )
-    kernel, reach = _kernel(old, new)
+    kernel, reach = _build_filters(old, new)
     wanted = math.ceil(new * len(audio.samples) / old)
-    return AudioSamples(samples=_convolved(audio.samples, kernel, old, reach)[:wanted], rate=rate)
+    return AudioSamples(samples=_convolve(audio.samples, kernel, old, reach)[:wanted], rate=rate)
 
 
-def _reach(old: int, new: int) -> int:
+def _filter_reach(old: int, new: int) -> int:
     """Return the number of samples on each side that a filter covers."""
     return math.ceil(_ZERO_CROSSINGS * old / (min(old, new) * _ROLLOFF))
 
 
 @lru_cache(maxsize=32)
-def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
+def _build_filters(old: int, new: int) -> tuple[torch.Tensor, int]:
     """Return (filters, reach). The filters are float32 of shape (new, old + 2 * reach), one per new sample in
     a period."""
-    reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
+    reach, cutoff = _filter_reach(old, new), min(old, new) * _ROLLOFF
     inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
     # The first term is float32, as in torchaudio. The sum is float64.
     t = torch.arange(0, -new, -1)[:, None] / new + inputs
@@ -66,10 +66,10 @@ def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
     return (sinc * (window * (cutoff / old))).to(torch.float32), reach
 
 
-def _convolved(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
+def _convolve(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
     """Return the samples convolved with the filters at stride `old`, computed as matrix products."""
     padded = torch.from_numpy(np.pad(samples, (reach, reach + old)))
     periods = padded.unfold(0, kernel.shape[1], old)
-    step = max(_BLOCK // kernel.shape[1], 1)
+    step = max(_BLOCK_SAMPLES // kernel.shape[1], 1)
     parts = [kernel @ block.T.contiguous() for block in periods.split(step)]
     return np.ascontiguousarray(torch.cat(parts, 1).T.reshape(-1).numpy())

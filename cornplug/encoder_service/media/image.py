@@ -34,7 +34,7 @@ from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
-COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+DEFAULT_FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """Accepted formats. Each additional format would need a decoder, which can have vulnerabilities."""
 
 MAX_SCANS: Final = 100
@@ -43,7 +43,7 @@ all pixels."""
 MAX_SEGMENTS: Final = 4096
 """Maximum number of segments in a JPEG, including its scans."""
 
-_TURNED: Final = frozenset(range(2, 9))
+_ROTATED_ORIENTATIONS: Final = frozenset(range(2, 9))
 """EXIF orientations other than upright."""
 _WHITE: Final = (255, 255, 255)
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
@@ -52,11 +52,11 @@ _START_OF_SCAN: Final = 0xDA
 _END_OF_IMAGE: Final = 0xD9
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 
-Before = Callable[[int, int], None]
+BeforeDecode = Callable[[int, int], None]
 """Function that is called with the width and height before decoding. An exception stops the decoding."""
 
 # Exceptions that Pillow's readers raise for corrupt files.
-BROKEN: Final = (
+DECODE_ERRORS: Final = (
     OSError,
     SyntaxError,
     ValueError,
@@ -80,7 +80,7 @@ class RgbPixels:
     """Row-major pixels of three bytes."""
 
     @classmethod
-    def of(cls, image: Image.Image) -> RgbPixels:
+    def from_image(cls, image: Image.Image) -> RgbPixels:
         """Copy the pixels of an image of mode "RGB"."""
         return cls(image.width, image.height, image.tobytes())
 
@@ -88,13 +88,13 @@ class RgbPixels:
         """Return the media digest (32 bytes) of the pixels."""
         return pixels_digest("RGB", self.width, self.height, self.data)
 
-    def image(self) -> Image.Image:
+    def to_image(self) -> Image.Image:
         """Return the image as a Pillow object."""
         flat = np.frombuffer(self.data, np.uint8)
         return Image.frombuffer("RGB", (self.width, self.height), flat, "raw", "RGB", 0, 1)
 
 
-def no_objection(width: int, height: int) -> None:
+def accept_any_size(width: int, height: int) -> None:
     """Accept every image."""
 
 
@@ -102,8 +102,8 @@ def decode(
     data: bytes,
     max_pixels: int,
     *,
-    before: Before = no_objection,
-    formats: Sequence[str] = COMMON,
+    before: BeforeDecode = accept_any_size,
+    formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> Image.Image:
     """Decode one image without converting it.
 
@@ -125,7 +125,7 @@ def decode(
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
-    except BROKEN as e:
+    except DECODE_ERRORS as e:
         raise MediaError(f"the image's header is damaged: {e}", reason="damaged") from e
     width, height = image.size
     if width * height > max_pixels:
@@ -139,7 +139,7 @@ def decode(
         image.load()
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
         raise MediaError(str(e), reason="too_many_pixels") from e
-    except BROKEN as e:
+    except DECODE_ERRORS as e:
         raise MediaError(f"the {image.format} image is truncated or damaged: {e}", reason="damaged") from e
     return image
 
@@ -172,10 +172,10 @@ def check_scans(data: bytes) -> None:
         )
 
 
-def as_received(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
+def to_engine_rgb(image: Image.Image, decoding: Decoding = DEFAULT_DECODING) -> Image.Image:
     """Return the RGB image that an engine passes to its processor, by one of this module's rules."""
     if decoding != "sglang-0.5.23":
-        image = _upright(image)
+        image = _rotate_upright(image)
         if _is_transparent(image) and not (image.mode == "RGB" and decoding == "vllm-0.32"):
             rgba = image if image.mode == "RGBA" else image.convert("RGBA")
             flat = Image.new("RGB", rgba.size, _WHITE)
@@ -193,12 +193,12 @@ def _is_transparent(image: Image.Image) -> bool:
     return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _rotate_upright(image: Image.Image) -> Image.Image:
     try:
         image.load()  # some formats store EXIF after the pixels
         # Without this check, `exif_transpose` copies an upright image.
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ROTATED_ORIENTATIONS
         return ImageOps.exif_transpose(image) if turned else image
-    except BROKEN:
+    except DECODE_ERRORS:
         # If the EXIF data is corrupt, ignore the orientation, like vLLM.
         return image

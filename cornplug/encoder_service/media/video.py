@@ -22,7 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cornplug.encoder_service.media import image
-from cornplug.encoder_service.media.audio import BROKEN, announced_duration_s, frames, opened
+from cornplug.encoder_service.media.audio import (
+    DECODE_ERRORS,
+    announced_duration_s,
+    iter_frames,
+    open_container,
+)
 from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
@@ -30,7 +35,7 @@ from cornplug.identity import frames_digest
 Frames = npt.NDArray[np.uint8]
 MAX_FRAMES: Final = 768
 """Maximum number of frames that are sampled from a video."""
-_SHORT_BY: Final = 0.02
+_MAX_MISSING_FRACTION: Final = 0.02
 """Fraction of the announced frames that may be missing. If more are missing, the file counts as truncated."""
 _MAX_FPS: Final = 1000.0
 
@@ -58,12 +63,12 @@ class VideoFrames:
     """RGB frames of shape (sampled, height, width, 3)."""
     indices: tuple[int, ...]
     """Numbers of the sampled frames, ascending. The first frame of the video has number 0."""
-    source: VideoHeader
+    header: VideoHeader
 
     @property
     def times_s(self) -> list[float]:
         """Times of the sampled frames in seconds from the start of the video."""
-        return [index / self.source.fps for index in self.indices]
+        return [index / self.header.fps for index in self.indices]
 
     def digest(self) -> bytes:
         """Return the media digest (32 bytes) of the frames and their times."""
@@ -88,21 +93,21 @@ def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: 
     "too_many_frames", "too_slow", or "damaged" (truncated or inconsistent). Also raises the errors of
     `choose`.
     """
-    source = _source(data, limits)
-    indices = sampled(source, choose(source), limits)
+    source = _read_header(data, limits)
+    indices = check_chosen_frames(source, choose(source), limits)
     wanted, taken = frozenset(indices), []
-    with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
-        for index, frame in enumerate(frames(container, container.streams.video[0], "video")):
+    with open_container(data, "video", max_pixels=str(limits.max_pixels)) as container:
+        for index, frame in enumerate(iter_frames(container, container.streams.video[0], "video")):
             if index in wanted:
-                taken.append(_rgb(frame, source))
+                taken.append(_to_rgb(frame, source))
             if index == indices[-1]:
                 break
     if len(taken) < len(indices):
         raise MediaError(f"the video ends after {len(taken)} of {len(indices)} frames", reason="damaged")
-    return VideoFrames(frames=np.stack(taken), indices=indices, source=source)
+    return VideoFrames(frames=np.stack(taken), indices=indices, header=source)
 
 
-def _no_objection(source: VideoHeader) -> None:
+def _accept_any_header(source: VideoHeader) -> None:
     pass
 
 
@@ -112,7 +117,7 @@ def decode_frames(
     limits: VideoLimits,
     *,
     decoding: Decoding = DEFAULT_DECODING,
-    before: Callable[[VideoHeader], None] = _no_objection,
+    before: Callable[[VideoHeader], None] = _accept_any_header,
 ) -> VideoFrames:
     """Decode all frames of a video that was sent as images of one size, at `fps` frames per second.
 
@@ -127,43 +132,43 @@ def decode_frames(
     taken: list[Frames] = []
 
     def first(width: int, height: int) -> None:
-        check_room(len(images), width, height, limits)
+        check_frame_limits(len(images), width, height, limits)
         before(VideoHeader(total=len(images), fps=fps, width=width, height=height))
 
     for encoded in images:
-        before_frame: image.Before = image.no_objection if taken else first
+        before_frame: image.BeforeDecode = image.accept_any_size if taken else first
         decoded = image.decode(encoded, limits.max_pixels, before=before_frame)
-        frame = image.as_received(decoded, decoding)
+        frame = image.to_engine_rgb(decoded, decoding)
         if taken and frame.size != (taken[0].shape[1], taken[0].shape[0]):
             raise MediaError(f"frame {len(taken)} differs in size from the first frame", reason="frame_size")
         taken.append(np.asarray(frame))
     height, width = taken[0].shape[:2]
     source = VideoHeader(total=len(taken), fps=fps, width=width, height=height)
-    return VideoFrames(frames=np.stack(taken), indices=tuple(range(len(taken))), source=source)
+    return VideoFrames(frames=np.stack(taken), indices=tuple(range(len(taken))), header=source)
 
 
-def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
+def check_chosen_frames(header: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
     """Return the chosen frame numbers, ascending and without duplicates.
 
     Raises MediaError("unprocessable") if no frame is chosen or a number is out of range, and the same errors
-    as `check_room`.
+    as `check_frame_limits`.
     """
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices:
         raise MediaError("no frame of this video was selected", reason="unprocessable")
-    if indices[0] < 0 or indices[-1] >= source.total:
+    if indices[0] < 0 or indices[-1] >= header.total:
         raise MediaError(
             f"the selected frames {indices[0]} to {indices[-1]} are out of range: the video has "
-            f"{source.total} frames",
+            f"{header.total} frames",
             reason="unprocessable",
         )
-    check_room(len(indices), source.width, source.height, limits)
+    check_frame_limits(len(indices), header.width, header.height, limits)
     return indices
 
 
-def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
+def _read_header(data: bytes, limits: VideoLimits) -> VideoHeader:
     """Return the video's properties from the header. The number of frames is checked against the packets."""
-    with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
+    with open_container(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
             raise MediaError("the file has no video stream of a known codec", reason="no_video")
         stream = container.streams.video[0]
@@ -183,8 +188,8 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
             )
         # As in OpenCV, use the frame count in the header. If it has none, use duration times frame rate.
         announced = stream.frames or (int(announced_s * fps + 0.5) if announced_s else 0)
-        present = _packets(container, stream)
-    if present < announced * (1 - _SHORT_BY) - 1:
+        present = _count_frames(container, stream)
+    if present < announced * (1 - _MAX_MISSING_FRACTION) - 1:
         raise MediaError(f"the video is truncated: {present} of {announced} frames", reason="damaged")
     total = min(announced or present, present)
     if total < 1:
@@ -194,15 +199,15 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
     return VideoHeader(total=total, fps=fps, width=width, height=height)
 
 
-def _packets(container: Any, stream: Any) -> int:
+def _count_frames(container: Any, stream: Any) -> int:
     """Return the number of frames in the file, counted without decoding."""
     try:
         return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
-    except BROKEN as e:
+    except DECODE_ERRORS as e:
         raise MediaError(f"the video is damaged: {e}", reason="damaged") from e
 
 
-def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None:
+def check_frame_limits(count: int, width: int, height: int, limits: VideoLimits) -> None:
     """Check that `count` frames of this size do not exceed the limits.
 
     Raises MediaError("too_many_frames", "too_many_pixels").
@@ -217,13 +222,13 @@ def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None
         )
 
 
-def _rgb(frame: Any, source: VideoHeader) -> Frames:
+def _to_rgb(frame: Any, header: VideoHeader) -> Frames:
     """Return one decoded frame, upright, of shape (height, width, 3)."""
-    if (frame.width, frame.height) != (source.width, source.height):
+    if (frame.width, frame.height) != (header.width, header.height):
         raise MediaError("the video changes its size within the stream", reason="damaged")
     try:
         bgr: Frames = frame.reformat(format="bgr24", interpolation="BICUBIC").to_ndarray()
-    except BROKEN as e:
+    except DECODE_ERRORS as e:
         raise MediaError(f"the video's pixels cannot be read: {e}", reason="damaged") from e
     turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(bgr[:, :, ::-1], turns))

@@ -26,7 +26,7 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess, SandboxedDecoder
-from cornplug.encoder_service.preprocess.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
@@ -41,10 +41,10 @@ DECODE_DEADLINE_S: Final = 30.0
 rejected ("too_slow")."""
 STUCK_S: Final = 10.0
 """Seconds after which the service is not ready if every lane is still running the same job."""
-_MAX_WORK: Final = 1 << 40
-_END_S: Final = 1.0
+_MAX_COST: Final = 1 << 40
+_CLOSE_TIMEOUT_S: Final = 1.0
 """Maximum seconds that a stopping service waits for a running image processor."""
-_UNTIL_ANOTHER_S: Final = 1.0
+_STOPPING_RETRY_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
 """Number of prepared items of a modality after which predictions may cause refusals. The first items take
@@ -62,7 +62,7 @@ class _ModalityState:
     """State of one modality, which replaces a tower in admission. Times are measured for each modality,
     because a pixel of a video and a pixel of a PNG take different times."""
 
-    prepared = 0
+    prepared_items = 0
     """Number of prepared media items of this modality."""
 
 
@@ -84,7 +84,7 @@ class DecodeLimits:
     """Maximum address space of a decoding process in bytes."""
 
 
-class QueueTurn(Generic[ResultT]):
+class QueuedWork(Generic[ResultT]):
     """Queued or running work on a media item. Call `cancel` when the request is abandoned."""
 
     def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
@@ -111,16 +111,16 @@ class DecodeLanes:
         self._limits = limits
         self._clock = clock
         self._queue_limit = QueueLimit(classes, max_waiting)
-        self._admission = EncodeAdmission(max_items=1, max_tokens=_MAX_WORK, clock=clock, lanes=lambda: lanes)
+        self._admission = EncodeAdmission(max_items=1, max_tokens=_MAX_COST, clock=clock, lanes=lambda: lanes)
         self._batcher: Batcher[_LaneTask] = Batcher(
-            max_items=1, max_tokens=_MAX_WORK, clock=clock, on_late=self._refuse_late, has_urgent_lane=True
+            max_items=1, max_tokens=_MAX_COST, clock=clock, on_late=self._refuse_late, has_urgent_lane=True
         )
         self._modalities: dict[Modality, _ModalityState] = {
             "image": _ModalityState(),
             "video": _ModalityState(),
             "audio": _ModalityState(),
         }
-        self._names = itertools.count()
+        self._job_numbers = itertools.count()
         self._tasks: dict[PendingRequest, _LaneTask] = {}
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, on_killed=on_killed) for _ in range(lanes + 1)
@@ -128,7 +128,7 @@ class DecodeLanes:
         # Preprocessing runs in this pool, so that the future catches its exceptions and the lane continues.
         self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
         self._threads: list[threading.Thread] = []
-        self._starting = threading.Lock()
+        self._start_lock = threading.Lock()
         self._broken = False
         self._closed = False
 
@@ -142,18 +142,18 @@ class DecodeLanes:
         app: str,
         deadline_s: float,
         budget_share: BudgetShare,
-    ) -> QueueTurn[ResultT] | AdmissionRefusal:
+    ) -> QueuedWork[ResultT] | AdmissionRefusal:
         """Queue a media item. A lane later calls `run`.
 
         Returns an AdmissionRefusal if the item cannot be prepared in time or if the queue is full. `cost` is
-        an estimate of `work_of` before the header is known. The future has the result or the error of `run`,
-        or EncoderRefused("too_late") if no lane began the work before the deadline.
+        an estimate of `decode_cost` before the header is known. The future has the result or the error of
+        `run`, or EncoderRefused("too_late") if no lane began the work before the deadline.
         """
         if self._closed:
             return AdmissionRefusal(
-                reason="overloaded", message="the service is stopping", retry_after_s=_UNTIL_ANOTHER_S
+                reason="overloaded", message="the service is stopping", retry_after_s=_STOPPING_RETRY_S
             )
-        self._start()
+        self._start_threads()
         request = EncodeRequest(
             id=0,
             identity=b"",
@@ -165,7 +165,7 @@ class DecodeLanes:
         )
         pending = PendingRequest(request=request, received_s=self._clock(), qos=qos)
         task = _LaneTask(run=run, budget_share=budget_share)
-        name = next(self._names).to_bytes(8, "big")
+        name = next(self._job_numbers).to_bytes(8, "big")
         job = EncodeJob(
             key=(name, b""),
             feature_key=name,
@@ -174,45 +174,45 @@ class DecodeLanes:
             payload=task,
             requests=[pending],
         )
-        refusal = self._admission.refusal(job, self._batcher)
-        if refusal is not None and self._modalities[modality].prepared >= _MIN_MEASURED:
+        refusal = self._admission.admit(job, self._batcher)
+        if refusal is not None and self._modalities[modality].prepared_items >= _MIN_MEASURED:
             return refusal
-        if (full := self._queue_limit.enter(pending)) is not None:
+        if (full := self._queue_limit.acquire(pending)) is not None:
             return AdmissionRefusal(
                 reason=full[0],
                 message=f"{full[1]} (waiting to be decoded)",
-                retry_after_s=self._admission.half_drained_s(self._batcher),
+                retry_after_s=self._admission.predict_half_drained_s(self._batcher),
             )
         self._tasks[pending] = task
         self._batcher.join_or_add(job)
-        return QueueTurn(task.future, lambda: self._cancel(job, pending))
+        return QueuedWork(task.future, lambda: self._cancel(job, pending))
 
-    def predicted_s(self) -> Mapping[str, float]:
+    def predict_by_class_s(self) -> Mapping[str, float]:
         """Return the predicted seconds until a new media item would be prepared, by class. The new item is
         assumed to be like the last item of the class."""
-        return self._admission.predicted_s(self._classes, self._batcher)
+        return self._admission.predict_by_class_s(self._classes, self._batcher)
 
-    def predicted_of(self, qos: ServiceClass) -> float:
-        """Return the prediction of `predicted_s` for one class."""
-        return self._admission.predicted_of(qos, self._batcher)
+    def predict_class_s(self, qos: ServiceClass) -> float:
+        """Return the prediction of `predict_by_class_s` for one class."""
+        return self._admission.predict_class_s(qos, self._batcher)
 
-    def queue(self) -> Queue:
+    def queue_by_class(self) -> Queue:
         """Return (number of items, total cost) that wait for a lane, by class. For the cost, see
-        `work_of`."""
-        return self._batcher.queue()
+        `decode_cost`."""
+        return self._batcher.queue_by_class()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether a new media item would soon be decoded.
 
         True if a lane is free or has started a job within the last STUCK_S seconds, decoding processes can
         start, and the lanes are not closed.
         """
-        running = self._batcher.load().running
+        running = self._batcher.current_load().running
         now = self._clock()
-        stuck = len(running) >= self._lanes and all(now - task.begun_s > STUCK_S for task in running)
+        stuck = len(running) >= self._lanes and all(now - task.started_s > STUCK_S for task in running)
         return not (stuck or self._broken or self._closed)
 
-    def pids(self) -> list[int]:
+    def process_ids(self) -> list[int]:
         """Return the process ids of the decoding processes."""
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
@@ -231,7 +231,7 @@ class DecodeLanes:
         for process in self._processes:
             process.stop()
         self._batcher.close()
-        end = time.monotonic() + _END_S
+        end = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         ended = not any(thread.is_alive() for thread in self._threads)
@@ -241,8 +241,8 @@ class DecodeLanes:
         self._preprocessing.shutdown(wait=False, cancel_futures=True)
         return ended
 
-    def _start(self) -> None:
-        with self._starting:
+    def _start_threads(self) -> None:
+        with self._start_lock:
             if self._threads or self._closed:
                 return
             for process in self._processes[: self._lanes]:
@@ -254,34 +254,34 @@ class DecodeLanes:
                 thread.start()
 
     def _serve(self, process: DecoderProcess) -> None:
-        while taken := self._batcher.take():
-            self._run(taken[0], process)
+        while taken := self._batcher.take_batch():
+            self._run_job(taken[0], process)
 
     def _serve_urgent(self, process: DecoderProcess) -> None:
-        while (job := self._batcher.take_urgent(self._lanes)) is not None:
-            self._run(job, process)
+        while (job := self._batcher.take_urgent_job(self._lanes)) is not None:
+            self._run_job(job, process)
 
-    def _run(self, job: EncodeJob[_LaneTask], process: DecoderProcess) -> None:
+    def _run_job(self, job: EncodeJob[_LaneTask], process: DecoderProcess) -> None:
         pending, task = job.requests[0], job.payload
         began = self._clock()
         try:
             if task.future.set_running_or_notify_cancel():
-                self._do(job, pending, task, process, began)
+                self._run_task(job, pending, task, process, began)
         finally:
             self._batcher.finish(job)
-            self._release(pending)
-            self._replace(process)
+            self._release_slot(pending)
+            self._restart_lost_process(process)
 
-    def _replace(self, process: DecoderProcess) -> None:
+    def _restart_lost_process(self, process: DecoderProcess) -> None:
         """If the last job ended the process, start a new process before this lane takes another job."""
-        if process.lost and not self._closed:
+        if process.is_lost and not self._closed:
             try:
                 process.start()
             except EncoderRefused as e:
                 log.error("%s", e)
                 self._broken = True
 
-    def _do(
+    def _run_task(
         self,
         job: EncodeJob[_LaneTask],
         pending: PendingRequest,
@@ -289,52 +289,52 @@ class DecodeLanes:
         process: DecoderProcess,
         began: float,
     ) -> None:
-        def admit(header: MediumHeader, prepared_bytes: int) -> None:
-            self._batcher.raise_cost(job, work_of(header))
-            task.budget_share.need(header.held_bytes + prepared_bytes)
+        def admit(header: MediaHeader, prepared_bytes: int) -> None:
+            self._batcher.raise_cost(job, decode_cost(header))
+            task.budget_share.resize(header.decoded_bytes + prepared_bytes)
 
         context = PreprocessContext(
             decoder=SandboxedDecoder(
                 process,
                 limit_s=self._limits.decode_s,
                 end_s=time.monotonic() + pending.due_s - self._clock(),
-                wanted=lambda: not pending.future.cancelled(),
+                is_needed=lambda: not pending.future.cancelled(),
             ),
             admit=admit,
         )
         done = self._preprocessing.submit(task.run, context)
         error = done.exception()
         now = self._clock()
-        self._admission.answered(pending, now - pending.received_s)
+        self._admission.record_reply(pending, now - pending.received_s)
         self._broken = isinstance(error, EncoderRefused) and error.reason == "internal"
         if error is not None:
             task.future.set_exception(error)
         else:
             # Measure only successful jobs, because refused and killed jobs end early.
-            self._admission.computed([job], now - began)
+            self._admission.record_batch([job], now - began)
             if isinstance(job.tower, _ModalityState):
-                job.tower.prepared += 1
+                job.tower.prepared_items += 1
             task.future.set_result(done.result())
 
     def _cancel(self, job: EncodeJob[_LaneTask], pending: PendingRequest) -> None:
         pending.future.cancel()
         if self._batcher.remove(job):
-            self._release(pending)
+            self._release_slot(pending)
 
     def _refuse_late(self, pending: PendingRequest) -> None:
         task = self._tasks.get(pending)
-        self._release(pending)
-        self._admission.answered(pending, self._clock() - pending.received_s)
+        self._release_slot(pending)
+        self._admission.record_reply(pending, self._clock() - pending.received_s)
         if task is not None and task.future.set_running_or_notify_cancel():
             problem = f"the medium was not decoded within {pending.request.deadline_s:.3g} s"
             task.future.set_exception(EncoderRefused(problem, reason="too_late"))
 
-    def _release(self, pending: PendingRequest) -> None:
+    def _release_slot(self, pending: PendingRequest) -> None:
         self._tasks.pop(pending, None)
-        self._queue_limit.leave(pending)
+        self._queue_limit.release(pending)
 
 
-def work_of(header: MediumHeader) -> int:
+def decode_cost(header: MediaHeader) -> int:
     """Return the cost of a media item: thousands of pixels or samples to decode, plus a constant."""
     return _BASE_COST + round(header.work / 1000)
 
@@ -354,27 +354,29 @@ class ByteBudget:
         several = len(fractions) > 1
         self._reserved = {qos: int(part * max_bytes) for qos, part in fractions.items()} if several else {}
         self._lock = threading.Lock()
-        self._held: Counter[ServiceClass] = Counter()
+        self._used_bytes: Counter[ServiceClass] = Counter()
 
-    def share(self, qos: ServiceClass) -> BudgetShare:
+    def open_share(self, qos: ServiceClass) -> BudgetShare:
         """Return a budget share for one media item or body. It initially holds 0 bytes."""
         return BudgetShare(self, qos)
 
-    def held_bytes(self) -> int:
+    def count_used_bytes(self) -> int:
         """Return the number of bytes that all shares hold now."""
         with self._lock:
-            return sum(self._held.values())
+            return sum(self._used_bytes.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
         """Add `more` bytes to a share, which then holds `total` bytes. If `more` is negative, bytes are
         released.
 
-        Raises the same errors as `BudgetShare.need`.
+        Raises the same errors as `BudgetShare.resize`.
         """
         with self._lock:
             if more > 0:
                 set_aside = sum(
-                    max(0, reserved - self._held[q]) for q, reserved in self._reserved.items() if q != qos
+                    max(0, reserved - self._used_bytes[q])
+                    for q, reserved in self._reserved.items()
+                    if q != qos
                 )
                 limit = self.max_bytes - sum(reserved for q, reserved in self._reserved.items() if q != qos)
                 if total > limit:
@@ -383,12 +385,12 @@ class ByteBudget:
                         "send a smaller medium",
                         reason="too_large_prepared",
                     )
-                if sum(self._held.values()) + set_aside + more > self.max_bytes:
+                if sum(self._used_bytes.values()) + set_aside + more > self.max_bytes:
                     raise EncoderRefused(
                         f"no memory is free for the {total} bytes needed {self._purpose}; retry later",
                         reason="overloaded",
                     )
-            self._held[qos] += more
+            self._used_bytes[qos] += more
 
 
 class BudgetShare:
@@ -402,7 +404,7 @@ class BudgetShare:
         self._bytes = 0
         self._open = True
 
-    def need(self, size: int) -> None:
+    def resize(self, size: int) -> None:
         """Change the number of bytes that this share holds to `size`.
 
         If this raises EncoderRefused, the share is unchanged. The reason is "too_large_prepared" if `size`

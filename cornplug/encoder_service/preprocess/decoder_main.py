@@ -22,7 +22,7 @@ from PIL import AvifImagePlugin, Image, _imaging
 
 from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
-from cornplug.encoder_service.preprocess import decoder_ipc, jail
+from cornplug.encoder_service.preprocess import decoders, jail
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 256 << 10
@@ -43,99 +43,99 @@ class DecoderLoop:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def run(self, bars: Sequence[str]) -> None:
-        """Run jobs until the service disconnects, then raise OSError. `bars` are the active restrictions,
-        which are reported to the service."""
-        decoder_ipc.send(self._sock, decoder_ipc.DecoderReady(tuple(bars)))
+    def run(self, restrictions: Sequence[str]) -> None:
+        """Run jobs until the service disconnects, then raise OSError. `restrictions` are the active
+        restrictions, which are reported to the service."""
+        decoders.send(self._sock, decoders.DecoderReady(tuple(restrictions)))
         while True:
-            job, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
-            if fd is None or isinstance(job, decoder_ipc.DecodeGo | decoder_ipc.DecodeStop):
+            job, fd = decoders.receive(self._sock, decoders.ToDecoder)
+            if fd is None or isinstance(job, decoders.DecodeGo | decoders.DecodeStop):
                 continue  # ignore the decision about a job that has already failed
             signal.setitimer(signal.ITIMER_REAL, job.limit_s + _GRACE_S)
             try:
-                self._answer(job, _read_all(fd))
+                self._run_job(job, _read_all(fd))
             except _JobStopped:
                 continue
             except MediaError as e:
-                decoder_ipc.send(self._sock, decoder_ipc.DecodeFailed(e.reason, str(e)[:1000]))
+                decoders.send(self._sock, decoders.DecodeFailed(e.reason, str(e)[:1000]))
             except MemoryError:
-                decoder_ipc.send(
+                decoders.send(
                     self._sock,
-                    decoder_ipc.DecodeFailed("too_much_memory", "decoding the medium takes too much memory"),
+                    decoders.DecodeFailed("too_much_memory", "decoding the medium takes too much memory"),
                 )
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _answer(self, job: decoder_ipc.Job, data: bytes) -> None:
-        shape, memory = self._decoded(job, data)
+    def _run_job(self, job: decoders.Job, data: bytes) -> None:
+        shape, memory = self._decode(job, data)
         try:
-            decoder_ipc.send(self._sock, decoder_ipc.MediumDecoded(shape), memory)
+            decoders.send(self._sock, decoders.DecodeDone(shape), memory)
         finally:
             os.close(memory)
 
-    def _decoded(self, job: decoder_ipc.Job, data: bytes) -> tuple[tuple[int, ...], int]:
+    def _decode(self, job: decoders.Job, data: bytes) -> tuple[tuple[int, ...], int]:
         """Decode the media item. Return (shape of the result, memfd that contains the result)."""
         match job:
-            case decoder_ipc.ImageJob():
-                rgb = self._image(job, data)
-                return (rgb.height, rgb.width, 3), decoder_ipc.memory(_bands(rgb))
-            case decoder_ipc.AudioJob():
-                samples = self._audio(job, data)
-                return samples.shape, decoder_ipc.memory([np.ascontiguousarray(samples).data])
-            case decoder_ipc.VideoJob():
+            case decoders.ImageJob():
+                rgb = self._decode_image(job, data)
+                return (rgb.height, rgb.width, 3), decoders.create_memfd(_iter_bands(rgb))
+            case decoders.AudioJob():
+                samples = self._decode_audio(job, data)
+                return samples.shape, decoders.create_memfd([np.ascontiguousarray(samples).data])
+            case decoders.VideoJob():
                 limits = VideoLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
-                frames = video.decode(data, lambda source: self._confirm(_source(source)), limits)
-            case decoder_ipc.FramesJob():
-                frames = self._frames(job, data)
-        return frames.frames.shape, decoder_ipc.memory(
+                frames = video.decode(
+                    data, lambda source: self._request_decision(_header_message(source)), limits
+                )
+            case decoders.FramesJob():
+                frames = self._decode_frames(job, data)
+        return frames.frames.shape, decoders.create_memfd(
             np.ascontiguousarray(frame).data for frame in frames.frames
         )
 
-    def _image(self, job: decoder_ipc.ImageJob, data: bytes) -> Image.Image:
+    def _decode_image(self, job: decoders.ImageJob, data: bytes) -> Image.Image:
         def before(width: int, height: int) -> None:
-            self._confirm(decoder_ipc.MediumOpened(width=width, height=height))
+            self._request_decision(decoders.DecodeHeader(width=width, height=height))
 
         decoded = image.decode(data, job.max_pixels, before=before)
-        return image.as_received(decoded, job.decoding)
+        return image.to_engine_rgb(decoded, job.decoding)
 
-    def _audio(self, job: decoder_ipc.AudioJob, data: bytes) -> audio.Samples:
+    def _decode_audio(self, job: decoders.AudioJob, data: bytes) -> audio.Samples:
         def before(seconds: float, rate: int) -> None:
-            self._confirm(decoder_ipc.MediumOpened(seconds=seconds, rate=rate))
+            self._request_decision(decoders.DecodeHeader(seconds=seconds, rate=rate))
 
         return audio.decode(data, max_s=job.max_s, before=before).samples
 
-    def _frames(self, job: decoder_ipc.FramesJob, data: bytes) -> VideoFrames:
+    def _decode_frames(self, job: decoders.FramesJob, data: bytes) -> VideoFrames:
         def before(source: VideoHeader) -> None:
-            self._confirm(_source(source))
+            self._request_decision(_header_message(source))
 
         ends = np.cumsum(job.sizes).tolist()
         images = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
         limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels)
         return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
 
-    def _confirm(self, opened: decoder_ipc.MediumOpened) -> tuple[int, ...]:
+    def _request_decision(self, opened: decoders.DecodeHeader) -> tuple[int, ...]:
         """Send the header to the service, and wait for its decision. Return the numbers of the frames to
         decode. Raises _JobStopped if the service decides not to decode the media item."""
-        decoder_ipc.send(self._sock, opened)
-        answer, fd = decoder_ipc.receive(self._sock, decoder_ipc.ToDecoder)
+        decoders.send(self._sock, opened)
+        answer, fd = decoders.receive(self._sock, decoders.ToDecoder)
         if fd is not None:
             os.close(fd)
-        if not isinstance(answer, decoder_ipc.DecodeGo):
+        if not isinstance(answer, decoders.DecodeGo):
             raise _JobStopped
         return answer.indices
 
 
-def _bands(rgb: Image.Image) -> Iterator[bytes]:
+def _iter_bands(rgb: Image.Image) -> Iterator[bytes]:
     """Yield the pixels a few rows at a time, because a copy of all pixels would double the memory."""
     rows = max(1, _BAND_BYTES // (3 * rgb.width))
     for top in range(0, rgb.height, rows):
         yield rgb.crop((0, top, rgb.width, min(top + rows, rgb.height))).tobytes()
 
 
-def _source(source: VideoHeader) -> decoder_ipc.MediumOpened:
-    return decoder_ipc.MediumOpened(
-        width=source.width, height=source.height, total=source.total, fps=source.fps
-    )
+def _header_message(header: VideoHeader) -> decoders.DecodeHeader:
+    return decoders.DecodeHeader(width=header.width, height=header.height, total=header.total, fps=header.fps)
 
 
 def _read_all(fd: int) -> bytes:

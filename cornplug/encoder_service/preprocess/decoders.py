@@ -1,11 +1,28 @@
 """Interface between preprocessors and the sandbox that decodes untrusted bytes, and a decoder without a
-sandbox."""
+sandbox.
+
+Service and decoding process exchange msgpack messages on a SOCK_SEQPACKET pair, and media in memfds:
+
+    ImageJob, AudioJob, VideoJob, FramesJob + a memfd of the bytes ──>
+                         <── DecodeHeader: the header
+    DecodeGo, or DecodeStop ──>
+                         <── DecodeDone + a memfd of the result,  or DecodeFailed, at any time
+
+The service seals the memfd of a result. The decoding process can then neither change nor shorten bytes that
+the service has checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.audio import AudioSamples
@@ -20,13 +37,15 @@ _SAMPLE_BYTES: Final = 4 + 4
 """Bytes per sample at the original rate, plus bytes per sample at the model's rate."""
 _SAMPLE_WORK: Final = 1.0
 """Work to decode one sample, in pixels. A codec uses a few bytes for a sample as well as for a pixel."""
+MAX_MESSAGE_BYTES: Final = 64 << 10
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediumHeader:
+class MediaHeader:
     """Size of a decoded media item, computed from its header."""
 
-    held_bytes: int
+    decoded_bytes: int
     """Bytes of memory for the decoded pixels or samples that are used."""
     work: float
     """Number of pixels or samples that must be decoded. For a video, all frames up to the last sampled frame
@@ -36,32 +55,32 @@ class MediumHeader:
     seconds: float = 0.0
 
     @classmethod
-    def of_image(cls, width: int, height: int) -> MediumHeader:
+    def for_image(cls, width: int, height: int) -> MediaHeader:
         pixels = width * height
-        return cls(held_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
+        return cls(decoded_bytes=_RGB_BYTES * pixels, work=pixels, pixels=pixels)
 
     @classmethod
-    def of_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediumHeader:
+    def for_video(cls, source: VideoHeader, indices: Sequence[int]) -> MediaHeader:
         frame = source.width * source.height
         pixels = len(indices) * frame
         made = (max(indices, default=-1) + 1) * frame
-        return cls(held_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
+        return cls(decoded_bytes=_FRAME_BYTES * pixels, work=made, pixels=pixels, seconds=source.duration_s)
 
     @classmethod
-    def of_audio(cls, seconds: float, rate: int) -> MediumHeader:
+    def for_audio(cls, seconds: float, rate: int) -> MediaHeader:
         samples = round(seconds * rate)
-        return cls(held_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
+        return cls(decoded_bytes=_SAMPLE_BYTES * samples, work=_SAMPLE_WORK * samples, seconds=seconds)
 
 
-OnHeader = Callable[[MediumHeader], None]
+OnHeader = Callable[[MediaHeader], None]
 """Function that is called with the header before decoding. An exception stops the decoding."""
 
 
-class MediumDecoder(Protocol):
+class MediaDecoder(Protocol):
     """Decoder of media. Methods raise the same MediaErrors as `media.image`, `media.audio` and `media.video`,
     and the errors of `on_header`."""
 
-    def image(
+    def decode_image(
         self,
         data: bytes,
         max_pixels: int,
@@ -71,9 +90,9 @@ class MediumDecoder(Protocol):
     ) -> RgbPixels:
         """Return the pixels of an image, decoded by one of `media.image`'s rules."""
 
-    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
+    def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
-    def video(
+    def decode_video(
         self,
         data: bytes,
         choose: Callable[[VideoHeader], Sequence[int]],
@@ -81,7 +100,7 @@ class MediumDecoder(Protocol):
         on_header: OnHeader,
     ) -> VideoFrames: ...
 
-    def frames(
+    def decode_frames(
         self,
         images: Sequence[bytes],
         fps: float,
@@ -96,7 +115,7 @@ class MediumDecoder(Protocol):
 class InProcessDecoder:
     """Decoder in this process, for trusted media."""
 
-    def image(
+    def decode_image(
         self,
         data: bytes,
         max_pixels: int,
@@ -104,16 +123,16 @@ class InProcessDecoder:
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> RgbPixels:
-        before = _image_header(on_header)
+        before = _image_callback(on_header)
         decoded = image.decode(data, max_pixels, before=before)
-        return RgbPixels.of(image.as_received(decoded, decoding))
+        return RgbPixels.from_image(image.to_engine_rgb(decoded, decoding))
 
-    def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
+    def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
         return audio.decode(
-            data, max_s=max_s, before=lambda s, rate: on_header(MediumHeader.of_audio(s, rate))
+            data, max_s=max_s, before=lambda s, rate: on_header(MediaHeader.for_audio(s, rate))
         )
 
-    def video(
+    def decode_video(
         self,
         data: bytes,
         choose: Callable[[VideoHeader], Sequence[int]],
@@ -122,7 +141,7 @@ class InProcessDecoder:
     ) -> VideoFrames:
         return video.decode(data, lambda source: choose_frames(source, choose, limits, on_header), limits)
 
-    def frames(
+    def decode_frames(
         self,
         images: Sequence[bytes],
         fps: float,
@@ -132,13 +151,13 @@ class InProcessDecoder:
         decoding: Decoding = DEFAULT_DECODING,
     ) -> VideoFrames:
         def before(source: VideoHeader) -> None:
-            on_header(MediumHeader.of_video(source, range(source.total)))
+            on_header(MediaHeader.for_video(source, range(source.total)))
 
         return video.decode_frames(images, fps, limits, decoding=decoding, before=before)
 
 
 def choose_frames(
-    source: VideoHeader,
+    header: VideoHeader,
     choose: Callable[[VideoHeader], Sequence[int]],
     limits: VideoLimits,
     on_header: OnHeader,
@@ -148,14 +167,147 @@ def choose_frames(
     Raises MediaError("unprocessable"), ("too_many_frames") or ("too_many_pixels"), and the errors of both
     functions.
     """
-    indices = video.sampled(source, choose(source), limits)
-    on_header(MediumHeader.of_video(source, indices))
+    indices = video.check_chosen_frames(header, choose(header), limits)
+    on_header(MediaHeader.for_video(header, indices))
     return indices
 
 
-def _image_header(on_header: OnHeader) -> image.Before:
-    return lambda width, height: on_header(MediumHeader.of_image(width, height))
-
-
-def accept_any(header: MediumHeader) -> None:
+def accept_any_header(header: MediaHeader) -> None:
     """Accept every header."""
+
+
+class ImageJob(msgspec.Struct, frozen=True, tag="image"):
+    max_pixels: int
+    decoding: Decoding
+    limit_s: float
+
+
+class AudioJob(msgspec.Struct, frozen=True, tag="audio"):
+    max_s: float
+    limit_s: float
+
+
+class VideoJob(msgspec.Struct, frozen=True, tag="video"):
+    max_s: float
+    max_frames: int
+    max_pixels: int
+    limit_s: float
+
+
+class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
+    """Job to decode a video that was sent as images. The memfd contains the images, one after another."""
+
+    sizes: tuple[int, ...]
+    fps: float
+    max_frames: int
+    max_pixels: int
+    decoding: Decoding
+    limit_s: float
+
+
+class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
+    """Request to decode the media item. For a video file, only the frames with these numbers."""
+
+    indices: tuple[int, ...] = ()
+
+
+class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
+    """Request to end the job without decoding the media item."""
+
+
+class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Report that the process has started. `bars` are the active restrictions (`jail.RESTRICTIONS`)."""
+
+    bars: tuple[str, ...]
+
+
+class DecodeHeader(msgspec.Struct, frozen=True, tag="opened"):
+    """Report of the media item's header. Fields that do not apply to the modality are 0."""
+
+    width: int = 0
+    height: int = 0
+    total: int = 0
+    """Number of frames in the video file."""
+    fps: float = 0.0
+    seconds: float = 0.0
+    rate: int = 0
+
+
+class DecodeDone(msgspec.Struct, frozen=True, tag="decoded"):
+    """Report that the media item was decoded. The shape is (height, width, 3), (frames, height, width, 3) or
+    (samples,)."""
+
+    shape: tuple[int, ...]
+
+
+class DecodeFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Report that decoding failed, with the reason and message of the MediaError."""
+
+    reason: str
+    message: str
+
+
+Job = ImageJob | AudioJob | VideoJob | FramesJob
+
+
+ToDecoder = Job | DecodeGo | DecodeStop
+
+
+FromDecoder = DecoderReady | DecodeHeader | DecodeDone | DecodeFailed
+
+
+def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None = None) -> None:
+    """Send a message. Raises OSError if the other side has disconnected."""
+    body = msgspec.msgpack.encode(message)
+    socket.send_fds(sock, [body], [] if fd is None else [fd])
+
+
+def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
+    """Return (next message, its descriptor or None). The caller must close the descriptor.
+
+    Raises ConnectionResetError if the other side has disconnected, and TimeoutError after the socket's
+    timeout.
+    """
+    body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
+    fd = fds[0] if fds else None
+    if not body:
+        raise ConnectionResetError("the other side has ended")
+    try:
+        return msgspec.msgpack.decode(body, type=kind), fd
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        if fd is not None:
+            os.close(fd)
+        raise
+
+
+def create_memfd(contents: Iterable[bytes | memoryview]) -> int:
+    """Return the descriptor of a new memfd that contains `contents`. The caller must close it."""
+    fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for part in contents:
+            rest = memoryview(part).cast("B")
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def seal_and_map(fd: int, size: int) -> mmap.mmap:
+    """Seal a memfd, so that no process can change it, and return its bytes. Closes the descriptor.
+
+    Raises ValueError if the memfd does not have `size` bytes, and OSError if it cannot be sealed.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        if os.fstat(fd).st_size != size or size == 0:
+            raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
+        # Torch requires writable memory, so map a private copy.
+        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+
+
+def _image_callback(on_header: OnHeader) -> image.BeforeDecode:
+    return lambda width, height: on_header(MediaHeader.for_image(width, height))

@@ -25,7 +25,7 @@ from typing import Final
 NO_NEW_PRIVS: Final = "no_new_privs"
 LANDLOCK: Final = "Landlock"
 SECCOMP: Final = "seccomp"
-BARS: Final = (NO_NEW_PRIVS, LANDLOCK, SECCOMP)
+RESTRICTIONS: Final = (NO_NEW_PRIVS, LANDLOCK, SECCOMP)
 
 SYSCALLS: Final = {
     # name: (x86-64, arm64)
@@ -83,7 +83,7 @@ or changes a file by name."""
 OPENAT: Final = (257, 56)
 CLONE: Final = (56, 220)
 CLONE3: Final = (435, 435)
-"""System calls that `call_filter` handles separately, as (x86-64, arm64), like `OPENAT` and `CLONE`."""
+"""System calls that `build_call_filter` handles separately, as (x86-64, arm64), like `OPENAT` and `CLONE`."""
 ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of `SYSCALLS` and value of the kernel's AUDIT_ARCH, by machine."""
 
@@ -103,9 +103,9 @@ _LOAD: Final = 0x20
 _IF_EQUAL: Final = 0x15
 _IF_ANY_BIT: Final = 0x45
 _RETURN: Final = 0x06
-_NUMBER_AT: Final = 0
-_ARCHITECTURE_AT: Final = 4
-_ARGUMENT_AT: Final = 16
+_NUMBER_OFFSET: Final = 0
+_ARCHITECTURE_OFFSET: Final = 4
+_ARGUMENT_OFFSET: Final = 16
 """Offset of the lower half of a call's first argument. Both architectures are little-endian."""
 
 _LANDLOCK_CREATE: Final = 444
@@ -141,16 +141,16 @@ def readable_folders() -> list[Path]:
     return sorted(libraries | packages)
 
 
-def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
+def build_call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
     """Return the seccomp filter as a BPF program. `may_open` allows the process to open files."""
     allowed = sorted(numbers[column] for numbers in SYSCALLS.values())
     if may_open:
         allowed.append(OPENAT[column])
     program: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
         (_IF_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _RET_KILL),
-        (_LOAD, 0, 0, _NUMBER_AT),
+        (_LOAD, 0, 0, _NUMBER_OFFSET),
     ]
     for number in allowed:
         program += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _RET_ALLOW)]
@@ -159,7 +159,7 @@ def call_filter(column: int, architecture: int, *, may_open: bool) -> bytes:
         (_IF_EQUAL, 0, 1, CLONE3[column]),
         (_RETURN, 0, 0, _RET_ERRNO | _ENOSYS),
         (_IF_EQUAL, 0, 3, CLONE[column]),
-        (_LOAD, 0, 0, _ARGUMENT_AT),
+        (_LOAD, 0, 0, _ARGUMENT_OFFSET),
         (_IF_ANY_BIT, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _RET_ALLOW),
         (_RETURN, 0, 0, _RET_ERRNO | _EPERM),
@@ -200,7 +200,7 @@ def _filter_calls(*, may_open: bool) -> bool:
     known = ARCHITECTURES.get(platform.machine())
     if known is None or struct.calcsize("P") != 8:
         return False
-    steps = call_filter(*known, may_open=may_open)
+    steps = build_call_filter(*known, may_open=may_open)
     held = ctypes.create_string_buffer(steps, len(steps))
     program = struct.pack("@HP", len(steps) // 8, ctypes.addressof(held))
     return bool(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0) == 0)

@@ -3,7 +3,7 @@
 recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? reply
 prepare:  decode ─> media digest ─> key ─> cached? reply, or else preprocess
 
-`FileMemo` remembers the media digests of decoded files, so a repeated file is not decoded again:
+`DecodedFileCache` remembers the media digests of decoded files, so a repeated file is not decoded again:
 
     file's bytes, decoding rule, versions, limits, tenant ─SHA-256─> (media digest, shape)
 
@@ -39,34 +39,34 @@ from cornplug.encoder_service.preprocess.prepared_media import (
     VideoPreprocessor,
 )
 from cornplug.encoder_service.preprocess.preprocessor import (
-    IN_PROCESS,
+    IN_PROCESS_CONTEXT,
     FrameSampling,
     Inputs,
+    MediaForm,
+    MediaLimits,
     MediaPreprocessor,
-    MediumForm,
-    MediumLimits,
     PreprocessContext,
 )
 from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.messages import Decoding, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
-REMEMBERED_FILES: Final = 32_768
-"""Default maximum number of entries in `FileMemo`. An entry takes about 400 bytes, regardless of the length
-of the tenant's salt."""
+MAX_CACHED_FILES: Final = 32_768
+"""Default maximum number of entries in `DecodedFileCache`. An entry takes about 400 bytes, regardless of the
+length of the tenant's salt."""
 _MAX_TENANTS: Final = 1024
 _CODECS: Final = ("jpg", "libjpeg_turbo", "webp", "zlib")
-_BASE64_SLICE: Final = 1 << 20
+_BASE64_SLICE_CHARS: Final = 1 << 20
 """Number of base64 characters to decode at a time. Other threads can run between two such steps."""
-APP: Final = "http"
+HTTP_APP: Final = "http"
 """Default app of requests for media that arrive over HTTP."""
-SGLANG: Final = "sglang"
+SGLANG_APP: Final = "sglang"
 """App of requests from SGLang's servers."""
 log = logging.getLogger(__name__)
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
 """Function that returns the reply to a request if its embedding is cached, else None."""
-ENGINE_SAMPLING: Final = FrameSampling()
-PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
+DEFAULT_SAMPLING: Final = FrameSampling()
+PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediaLimits], MediaPreprocessor]]] = {
     "image": ImagePreprocessor,
     "video": VideoPreprocessor,
     "audio": AudioPreprocessor,
@@ -83,12 +83,12 @@ class DecodedFile:
     """(height, width) of an image, (frames, height, width) of a video, (samples,) of audio."""
 
 
-class FileMemo:
+class DecodedFileCache:
     """Digests of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the memo
     loses its own oldest entries.
     """
 
-    def __init__(self, max_files: int = REMEMBERED_FILES) -> None:
+    def __init__(self, max_files: int = MAX_CACHED_FILES) -> None:
         """Create an empty memo. If `max_files` is 0, nothing is remembered."""
         self._max_files = max_files
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class FileMemo:
     def __len__(self) -> int:
         return self._files
 
-    def recall(self, tenant: str | None, name: bytes) -> DecodedFile | None:
+    def look_up(self, tenant: str | None, name: bytes) -> DecodedFile | None:
         """Return the file's entry, or None if this tenant has no entry for it."""
         key = _tenant_key(tenant)
         with self._lock:
@@ -109,7 +109,7 @@ class FileMemo:
                 self._tenants.move_to_end(key)
             return found
 
-    def remember(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
+    def add(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
         """Add an entry. If there are too many entries, drop the least recently used entry of the tenant with
         the most entries.
         """
@@ -142,55 +142,57 @@ def _tenant_key(salt: str | None) -> bytes | None:
     return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
 
-def file_name(spec: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
-    """Return the name (32 bytes) of a file, or of the images of a video, for `FileMemo`.
+def decoded_file_key(spec: Mapping[str, Any], contents: Sequence[bytes]) -> bytes:
+    """Return the name (32 bytes) of a file, or of the images of a video, for `DecodedFileCache`.
 
     `spec` contains everything that determines the decoded content, as JSON values, except the bytes and the
     decoders' versions.
     """
-    hashes = [hashlib.sha256(part).digest() for part in parts]
-    return identity.digest("cornplug-file-v1", identity.canonical({**spec, **_versions()}), *hashes)
+    hashes = [hashlib.sha256(part).digest() for part in contents]
+    return identity.digest(
+        "cornplug-file-v1", identity.canonical_json({**spec, **_decoder_versions()}), *hashes
+    )
 
 
 @lru_cache(maxsize=1)
-def _versions() -> Mapping[str, Any]:
+def _decoder_versions() -> Mapping[str, Any]:
     codecs = {codec: features.version(codec) for codec in _CODECS}
     ffmpeg = {name: list(version) for name, version in av.library_versions.items()}
     return {"pillow": pillow_version, "codecs": codecs, "av": av.__version__, "ffmpeg": ffmpeg}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreprocessedMedium:
+class PreprocessedMedia:
     request: EncodeRequest
     """Request to the encoder. The request's own `inputs` are empty."""
     inputs: Inputs
-    """Tower inputs as tensors in this process. If `answer` is set, only the patch grid."""
+    """Tower inputs as tensors in this process. If `cached_reply` is set, only the patch grid."""
     dtype: str
     """Name of the embedding's torch dtype, without the "torch." prefix."""
     media_digest: bytes
     """Media digest, 32 bytes."""
-    answer: EncodeReply | None = None
+    cached_reply: EncodeReply | None = None
     """Reply with the embedding if it was cached, else None. If it was cached, the processor did not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediumSource:
+class MediaSource:
     """One media item of a request, before decoding."""
 
     model: str
     modality: Modality
-    form: MediumForm = "file"
-    parts: Sequence[bytes]
+    form: MediaForm = "file"
+    contents: Sequence[bytes]
     """Bytes of the file, or bytes of each image of a video."""
     salt: str | None
     deadline_s: float
-    sampling: FrameSampling = ENGINE_SAMPLING
+    sampling: FrameSampling = DEFAULT_SAMPLING
     """Frames to sample from a video. The cache key depends on the frames and their times."""
     decoding: Decoding = messages.DEFAULT_DECODING
     """Decoding rule for an image, or for the images of a video. It depends on the engine that will use the
     embedding.
     """
-    app: str = APP
+    app: str = HTTP_APP
     """App of the request."""
 
 
@@ -206,24 +208,24 @@ class MediaPreparer:
         registry: ModelRegistry,
         *,
         secret: bytes,
-        limits: MediumLimits,
-        remembered_files: int = REMEMBERED_FILES,
+        limits: MediaLimits,
+        max_cached_files: int = MAX_CACHED_FILES,
     ) -> None:
         self._registry = registry
         self._secret = secret
         self._limits = limits
-        self._files = FileMemo(remembered_files)
+        self._files = DecodedFileCache(max_cached_files)
         # The keys are model identities, because a reload may change which model has a name.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
-    def open(self, source: MediumSource) -> OpenMedium:
+    def open(self, source: MediaSource) -> UndecodedMedia:
         """Check the request and return the media item, which is not decoded yet.
 
         Raises EncoderRefused("unknown_model"), ("bad_input"), or ("modality") if the model does not accept
         the modality.
         """
-        if source.modality != "video" and source.sampling != ENGINE_SAMPLING:
+        if source.modality != "video" and source.sampling != DEFAULT_SAMPLING:
             raise EncoderRefused(
                 f"fps, num_frames: apply to videos only, not to {source.modality}", reason="bad_input"
             )
@@ -231,9 +233,9 @@ class MediaPreparer:
             raise EncoderRefused(
                 "num_frames: not allowed for a video sent as images; all images are used", reason="bad_input"
             )
-        loaded = self._registry.by_name(source.model)
+        loaded = self._registry.find_by_name(source.model)
         if loaded is None:
-            raise unknown_model(source.model)
+            raise unknown_model_error(source.model)
         model_identity = loaded.served.identity_for(source.modality)
         preprocessor = self._preprocessors.get(model_identity or b"")
         if model_identity is None or preprocessor is None:
@@ -241,20 +243,22 @@ class MediaPreparer:
             raise EncoderRefused(
                 f"{source.modality}: {loaded.served.name} accepts only {', '.join(taken)}", reason="modality"
             )
-        return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
+        return UndecodedMedia(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
-    def takes(self, model_identity: bytes) -> bool:
+    def accepts(self, model_identity: bytes) -> bool:
         """Return whether media can be prepared for the model and modality with this identity."""
         return model_identity in self._preprocessors
 
-    def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
+    def prepare(
+        self, source: MediaSource, context: PreprocessContext = IN_PROCESS_CONTEXT
+    ) -> PreprocessedMedia:
         """Decode and preprocess a media item in the same way as its model's engine, without a cache lookup.
-        Raises the same errors as `open` and `OpenMedium.prepare`."""
+        Raises the same errors as `open` and `UndecodedMedia.prepare`."""
         return self.open(source).prepare(context)
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
         for modality in loaded.checkpoint.family.inputs:
-            model_identity, part = loaded.served.identity_for(modality), loaded.of(modality)
+            model_identity, part = loaded.served.identity_for(modality), loaded.part_for(modality)
             if modality not in PREPROCESSORS or model_identity is None or part is None:
                 continue
             try:
@@ -269,17 +273,17 @@ class MediaPreparer:
                 log.warning("%s: %s: not served: %s", loaded.served.name, modality, e)
 
 
-class OpenMedium:
-    """One media item that is not decoded yet. Call `recall` first, and `prepare` if the result is None. Use
-    it from one thread at a time."""
+class UndecodedMedia:
+    """One media item that is not decoded yet. Call `look_up_cached` first, and `prepare` if the result is
+    None. Use it from one thread at a time."""
 
     def __init__(
         self,
-        source: MediumSource,
+        source: MediaSource,
         loaded: LoadedModel,
         model_identity: bytes,
         preprocessor: MediaPreprocessor,
-        files: FileMemo,
+        files: DecodedFileCache,
         secret: bytes,
     ) -> None:
         self._source = source
@@ -288,17 +292,17 @@ class OpenMedium:
         self._preprocessor = preprocessor
         self._files = files
         self._secret = secret
-        self._name: bytes | None = None
+        self._cached_file_key: bytes | None = None
 
-    def recall(self, look_up: LookUp) -> PreprocessedMedium | None:
+    def look_up_cached(self, look_up: LookUp) -> PreprocessedMedia | None:
         """Return the item with its reply if this tenant sent the same file before and the embedding is
         cached. Otherwise return None. Does not decode the item."""
-        decoded = self._files.recall(self._source.salt, self._file_name())
-        return None if decoded is None else self._cached(decoded, look_up)
+        decoded = self._files.look_up(self._source.salt, self._file_key())
+        return None if decoded is None else self._with_cached_reply(decoded, look_up)
 
     def prepare(
-        self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
-    ) -> PreprocessedMedium:
+        self, context: PreprocessContext = IN_PROCESS_CONTEXT, look_up: LookUp | None = None
+    ) -> PreprocessedMedia:
         """Decode the item. Return it with its reply if `look_up` returns one, otherwise preprocessed.
 
         `context` decodes the item, and may refuse it. Raises the same MediaErrors as the modality's
@@ -306,23 +310,23 @@ class OpenMedium:
         """
         source = self._source
         medium = self._preprocessor.decode(
-            source.parts, source.form, source.sampling, source.decoding, context
+            source.contents, source.form, source.sampling, source.decoding, context
         )
         decoded = DecodedFile(medium.digest, medium.shape)
-        self._files.remember(source.salt, self._file_name(), decoded)
-        if look_up is not None and (cached := self._cached(decoded, look_up)) is not None:
+        self._files.add(source.salt, self._file_key(), decoded)
+        if look_up is not None and (cached := self._with_cached_reply(decoded, look_up)) is not None:
             return cached
-        return self._made(decoded, medium.preprocess())
+        return self._build_result(decoded, medium.preprocess())
 
-    def _cached(self, decoded: DecodedFile, look_up: LookUp) -> PreprocessedMedium | None:
+    def _with_cached_reply(self, decoded: DecodedFile, look_up: LookUp) -> PreprocessedMedia | None:
         grid = self._preprocessor.shape_inputs(decoded.shape)
         if grid is None:
             return None
-        made = self._made(decoded, grid)
+        made = self._build_result(decoded, grid)
         answer = look_up(made.request)
-        return None if answer is None else replace(made, answer=answer)
+        return None if answer is None else replace(made, cached_reply=answer)
 
-    def _made(self, decoded: DecodedFile, inputs: Inputs) -> PreprocessedMedium:
+    def _build_result(self, decoded: DecodedFile, inputs: Inputs) -> PreprocessedMedia:
         source, served = self._source, self._loaded.served
         wanted = self._loaded.checkpoint.family.inputs[source.modality]
         request = EncodeRequest(
@@ -334,22 +338,22 @@ class OpenMedium:
             app=source.app,
             deadline_s=source.deadline_s,
         )
-        return PreprocessedMedium(
+        return PreprocessedMedia(
             request=request,
             inputs={name: inputs[name] for name in wanted or inputs if name in inputs},
             dtype=served.dtype,
             media_digest=decoded.digest,
         )
 
-    def _file_name(self) -> bytes:
-        if self._name is None:
+    def _file_key(self) -> bytes:
+        if self._cached_file_key is None:
             source = self._source
             spec = self._preprocessor.decode_spec(source.form, source.sampling, source.decoding)
-            self._name = file_name(spec, source.parts)
-        return self._name
+            self._cached_file_key = decoded_file_key(spec, source.contents)
+        return self._cached_file_key
 
 
-def unknown_model(model: str) -> EncoderRefused:
+def unknown_model_error(model: str) -> EncoderRefused:
     """Return the refusal for a model that is not served.
 
     The message does not list other models. Their names are often folders, which only callers with access to
@@ -361,7 +365,7 @@ def unknown_model(model: str) -> EncoderRefused:
     )
 
 
-def medium_bytes(field: str, text: str) -> bytes:
+def media_bytes(field: str, text: str) -> bytes:
     """Return a media item's bytes from JSON text: base64, or a data URL with base64. Remote URLs are not
     fetched.
 
@@ -376,13 +380,13 @@ def medium_bytes(field: str, text: str) -> bytes:
             f"{field}: remote URLs are not supported here; send the bytes", reason="remote_url"
         )
     try:
-        return _from_base64(text)
+        return _decode_base64(text)
     except (binascii.Error, ValueError) as e:
         raise EncoderRefused(f"{field}: not base64: {e}", reason="bad_input") from None
 
 
-def _from_base64(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     if text.find("=", 0, len(text) - 2) >= 0:
         raise binascii.Error("padding before the end")
-    slices = (text[at : at + _BASE64_SLICE] for at in range(0, len(text), _BASE64_SLICE))
+    slices = (text[at : at + _BASE64_SLICE_CHARS] for at in range(0, len(text), _BASE64_SLICE_CHARS))
     return b"".join(base64.b64decode(piece, validate=True) for piece in slices)

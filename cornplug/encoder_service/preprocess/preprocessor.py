@@ -15,8 +15,8 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.media.video import MAX_FRAMES, VideoLimits
 from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
-    MediumDecoder,
-    MediumHeader,
+    MediaDecoder,
+    MediaHeader,
     OnHeader,
 )
 from cornplug.encoder_service.wire.messages import Decoding
@@ -24,7 +24,7 @@ from cornplug.errors import EncoderRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediumLimits:
+class MediaLimits:
     """Maximum sizes of accepted media after decoding."""
 
     max_pixels: int = 64_000_000
@@ -32,7 +32,7 @@ class MediumLimits:
     max_frames: int = MAX_FRAMES
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> MediumLimits:
+    def from_config(cls, config: EncoderConfig) -> MediaLimits:
         return cls(max_pixels=config.max_pixels, max_media_s=config.max_media_s)
 
     def video_limits(self) -> VideoLimits:
@@ -60,12 +60,12 @@ class FrameSampling:
 
 Inputs = Mapping[str, torch.Tensor]
 """Inputs of a tower, by the names that the processor uses."""
-MediumForm = Literal["file", "images"]
+MediaForm = Literal["file", "images"]
 """Form in which a media item was sent: as a file, or (only a video) as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodedMedium:
+class DecodedMedia:
     """One decoded media item, before the model's processor runs."""
 
     digest: bytes
@@ -77,7 +77,7 @@ class DecodedMedium:
     the item."""
 
 
-def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
+def _admit_any(header: MediaHeader, prepared_bytes: int) -> None:
     pass
 
 
@@ -85,18 +85,18 @@ def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
 class PreprocessContext:
     """Decoder to use, and a function that checks the header of each media item."""
 
-    decoder: MediumDecoder
-    admit: Callable[[MediumHeader, int], None] = _admit_any
+    decoder: MediaDecoder
+    admit: Callable[[MediaHeader, int], None] = _admit_any
     """Function that is called before decoding, with the header and the maximum bytes of the tower's inputs.
     An exception stops the preprocessing."""
 
-    def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
+    def header_callback(self, prepared_bytes: Callable[[MediaHeader], int]) -> OnHeader:
         """Return a function that calls `admit`, in the form that a decoder expects. `prepared_bytes` returns
         the maximum bytes of the tower's inputs for a header."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
-IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
+IN_PROCESS_CONTEXT: Final = PreprocessContext(decoder=InProcessDecoder())
 """Context for decoding in this process, for trusted media."""
 
 
@@ -105,20 +105,20 @@ class MediaPreprocessor(Protocol):
 
     def decode(
         self,
-        parts: Sequence[bytes],
-        form: MediumForm,
+        contents: Sequence[bytes],
+        form: MediaForm,
         sampling: FrameSampling,
         decoding: Decoding,
         context: PreprocessContext,
-    ) -> DecodedMedium:
+    ) -> DecodedMedia:
         """Decode a media item.
 
-        `parts` has the bytes of one file, or of each image of a video. `sampling` applies to videos.
+        `contents` has the bytes of one file, or of each image of a video. `sampling` applies to videos.
         `decoding` applies to images and to the images of a video. Raises the same MediaErrors as the
         modality's `decode`, and the errors of `context`.
         """
 
-    def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
+    def decode_spec(self, form: MediaForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
         """Return everything that determines the result of `decode`, as JSON values, except the bytes and the
         decoders' versions."""
 

@@ -29,23 +29,23 @@ from cornplug.encoder_service.scheduling.batcher import (
 from cornplug.encoder_service.scheduling.fair_queue import QueuedJob
 from cornplug.qos import ServiceClass
 
-_FORGET: Final = 0.9
+_DECAY_PER_BATCH: Final = 0.9
 """Factor by which the weight of earlier batches decreases per new batch, so that about ten batches count."""
 _WARM_UP: Final = 2
 """Number of first batches whose measurements are discarded when a later batch is measured. The first batches
 allocate memory and compile code."""
-_SURPRISE: Final = 3.0
+_MAX_OUTLIER_FACTOR: Final = 3.0
 """Limit for the measured time of one batch, as a multiple of its predicted time or of the mean time,
 whichever is larger. An outlier thus has little effect, but the model adapts to a tower that has become slow
 within a few batches."""
-_FORGET_S: Final = 2.0
+_RATE_DECAY_S: Final = 2.0
 _MIN_AGE_S: Final = 0.05
 """Minimum seconds over which an arrival rate is measured."""
 _HEADROOM: Final = 1.5
 _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
-_MISSED_STEP: Final = 0.15
-_KEPT_STEP: Final = 0.004
+_HEADROOM_UP_STEP: Final = 0.15
+_HEADROOM_DOWN_STEP: Final = 0.004
 """Step by which the headroom factor grows after a prediction that was too short, and step by which it shrinks
 after any other prediction. The steps balance if one prediction in 38 is too short."""
 _HIGH_HIT_RATE: Final = 0.2
@@ -54,9 +54,9 @@ _MIN_RETRY_S: Final = 0.05
 _DEADLINE_FRACTION: Final = 0.25
 """Maximum batch duration, as a fraction of the shortest recent deadline. The next request with that deadline
 may have to wait for the batch."""
-_REMEMBER_S: Final = 10.0
+_RECENT_S: Final = 10.0
 """Seconds for which a deadline counts as recent."""
-_UNMEASURED_S: Final = 1.0
+_UNMEASURED_DRAIN_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class BatchLatencyModel:
     _xy: float = 0.0
 
     @property
-    def measured(self) -> bool:
+    def is_measured(self) -> bool:
         return self.batches > 0
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -87,20 +87,20 @@ class BatchLatencyModel:
         if self.batches <= _WARM_UP + 1:
             self._n = self._x = self._y = self._xx = self._xy = 0.0
         else:
-            seconds = min(seconds, _SURPRISE * max(self.seconds(tokens), self._y / self._n))
-        self._n = _FORGET * self._n + 1
-        self._x = _FORGET * self._x + tokens
-        self._y = _FORGET * self._y + seconds
-        self._xx = _FORGET * self._xx + tokens * tokens
-        self._xy = _FORGET * self._xy + tokens * seconds
+            seconds = min(seconds, _MAX_OUTLIER_FACTOR * max(self.predict_s(tokens), self._y / self._n))
+        self._n = _DECAY_PER_BATCH * self._n + 1
+        self._x = _DECAY_PER_BATCH * self._x + tokens
+        self._y = _DECAY_PER_BATCH * self._y + seconds
+        self._xx = _DECAY_PER_BATCH * self._xx + tokens * tokens
+        self._xy = _DECAY_PER_BATCH * self._xy + tokens * seconds
         self._fit()
 
-    def seconds(self, tokens: float) -> float:
+    def predict_s(self, tokens: float) -> float:
         """Return the predicted seconds for a batch with this number of tokens, or 0 before the first
         observation."""
         return self.fixed_s + self.token_s * tokens
 
-    def tokens_within(self, seconds: float) -> float:
+    def max_tokens_within(self, seconds: float) -> float:
         """Return the maximum number of tokens of a batch that takes at most `seconds`, or inf before the
         first observation.
 
@@ -131,28 +131,28 @@ class ArrivalRate:
 
     def __init__(self) -> None:
         self._began_s: float | None = None
-        self._counted: dict[ServiceClass, tuple[float, float]] = {}
+        self._decayed_sums: dict[ServiceClass, tuple[float, float]] = {}
         """(decayed sum of tokens at the time of the last request, that time), by class."""
 
-    def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
+    def record_arrival(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
         """Count an admitted request with this number of tokens."""
         if self._began_s is None:
             self._began_s = now_s
-        self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
+        self._decayed_sums[qos] = self._decayed_tokens(qos, now_s) + tokens, now_s
 
-    def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
+    def tokens_per_second(self, now_s: float) -> dict[ServiceClass, float]:
         """Return the rate in tokens per second of each class that has sent a request."""
         if self._began_s is None:
             return {}
         age_s = max(_MIN_AGE_S, now_s - self._began_s)
         # Over a short time, the weights sum to less than _FORGET_S. Early rates would be too low without this
         # correction.
-        weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
-        return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
+        weight_s = _RATE_DECAY_S * -math.expm1(-age_s / _RATE_DECAY_S)
+        return {qos: self._decayed_tokens(qos, now_s) / weight_s for qos in self._decayed_sums}
 
-    def _faded(self, qos: ServiceClass, now_s: float) -> float:
-        tokens, then_s = self._counted.get(qos, (0.0, now_s))
-        return tokens * math.exp((then_s - now_s) / _FORGET_S)
+    def _decayed_tokens(self, qos: ServiceClass, now_s: float) -> float:
+        tokens, then_s = self._decayed_sums.get(qos, (0.0, now_s))
+        return tokens * math.exp((then_s - now_s) / _RATE_DECAY_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ class AdmissionRefusal:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Probe:
+class _ProbeJob:
     """Hypothetical job for a prediction."""
 
     qos: ServiceClass
@@ -195,7 +195,7 @@ class EncodeAdmission:
         self._lock = threading.Lock()
         self._latency_models: WeakKeyDictionary[object, BatchLatencyModel] = WeakKeyDictionary()
         self._arrivals = ArrivalRate()
-        self._last: dict[ServiceClass, tuple[float, Callable[[], object | None], int, str]] = {}
+        self._last_jobs: dict[ServiceClass, tuple[float, Callable[[], object | None], int, str]] = {}
         """Time, tower, tokens and app of each class's last job. A refused job counts only if it is smaller
         than the last job. Otherwise one huge item would cause refusals of all small items in its class."""
         self._hit_rate = 0.0
@@ -207,7 +207,7 @@ class EncodeAdmission:
         self._shortest_deadlines: dict[ServiceClass, tuple[float, float]] = {}
         """(shortest deadline of recently admitted requests, time of its admission), by class."""
 
-    def computed(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
+    def record_batch(self, batch: Sequence[EncodeJob[Any]], seconds: float) -> None:
         """Record that an executor ran a batch for `seconds`.
 
         Items with cached features count with all their tokens. The time per token therefore reflects how
@@ -217,17 +217,19 @@ class EncodeAdmission:
         with self._lock:
             self._latency_models.setdefault(batch[0].tower, BatchLatencyModel()).observe(tokens, seconds)
 
-    def answered(self, pending: PendingRequest, seconds: float) -> None:
+    def record_reply(self, pending: PendingRequest, seconds: float) -> None:
         """Record that an admitted request got a reply or was dropped, `seconds` after it arrived."""
-        if pending.predicted_answer_s is None:
+        if pending.predicted_reply_s is None:
             return
         with self._lock:
             # Learn only from predictions near the deadline, because only these predictions decide about
             # admission.
             headroom = self._headroom.get(pending.qos, _HEADROOM)
-            if headroom * pending.predicted_answer_s > pending.request.deadline_s / 2:
+            if headroom * pending.predicted_reply_s > pending.request.deadline_s / 2:
                 moved = headroom + (
-                    _MISSED_STEP if seconds > headroom * pending.predicted_answer_s else -_KEPT_STEP
+                    _HEADROOM_UP_STEP
+                    if seconds > headroom * pending.predicted_reply_s
+                    else -_HEADROOM_DOWN_STEP
                 )
                 self._headroom[pending.qos] = min(max(moved, _MIN_HEADROOM), _MAX_HEADROOM)
 
@@ -245,22 +247,22 @@ class EncodeAdmission:
         Also returns True while the batch's tower has not been measured.
         """
         limit = self.batch_token_limit(batch.tower, deadline_s)
-        elapsed_s = self._clock() - batch.begun_s
+        elapsed_s = self._clock() - batch.started_s
         return math.isinf(limit) or batch.tokens > limit or elapsed_s > _DEADLINE_FRACTION * deadline_s
 
-    def refusal(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
+    def admit(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
         """Return why `job` cannot be done in time, or None if it is admitted. An admitted job is counted."""
         now = self._clock()
         refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
         with self._lock:
-            last = self._last.get(job.qos)
-            if refusal is None or last is None or last[0] < now - _REMEMBER_S or job.tokens < last[2]:
-                self._last[job.qos] = now, ref(job.tower), job.tokens, job.app
+            last = self._last_jobs.get(job.qos)
+            if refusal is None or last is None or last[0] < now - _RECENT_S or job.tokens < last[2]:
+                self._last_jobs[job.qos] = now, ref(job.tower), job.tokens, job.app
             if refusal is None:
                 for pending in job.requests:
-                    pending.predicted_answer_s = now - pending.received_s + expected_s
-                self._note_deadline(job, now)
-                self._arrivals.count(job.qos, job.tokens, now)
+                    pending.predicted_reply_s = now - pending.received_s + expected_s
+                self._record_deadline(job, now)
+                self._arrivals.record_arrival(job.qos, job.tokens, now)
         return refusal
 
     def precheck(
@@ -274,7 +276,7 @@ class EncodeAdmission:
         now = self._clock()
         with self._lock:
             high_hit_rate = self._hit_rate > _HIGH_HIT_RATE
-        probe = self._like_the_last(qos, now + deadline_s)
+        probe = self._probe_like_last_job(qos, now + deadline_s)
         if probe is None or high_hit_rate:
             return None
         return self._evaluate(probe, deadline_s, batcher, now)[0]
@@ -289,12 +291,12 @@ class EncodeAdmission:
         self, job: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
         """Return (refusal or None, predicted seconds until the job would be done)."""
-        ahead = batcher.ahead(job, self._demand(job.tower, now))
+        ahead = batcher.estimate_backlog(job, self._demand_by_class(job.tower, now))
         busy = ahead.load.running or len(ahead.tokens_by_class) > 0
-        expected_s = self._done_s(ahead, job, now)
+        expected_s = self._estimate_done_s(ahead, job, now)
         with self._lock:
             done_s = self._headroom.get(job.qos, _HEADROOM) * expected_s
-            measured = self._latency_model(job.tower).measured
+            measured = self._latency_model(job.tower).is_measured
         if not (busy and measured and done_s > job.due_s - now):
             return None, expected_s
         own, all_waiting = ahead.tokens_by_class.get(job.qos, 0), sum(ahead.tokens_by_class.values())
@@ -307,66 +309,75 @@ class EncodeAdmission:
         )
         return refusal, expected_s
 
-    def done_s(self, job: QueuedJob, batcher: Batcher[Any]) -> float:
+    def predict_done_s(self, job: QueuedJob, batcher: Batcher[Any]) -> float:
         """Return the predicted seconds until `job` would be done if it arrived now."""
         now = self._clock()
-        return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
+        return self._estimate_done_s(
+            batcher.estimate_backlog(job, self._demand_by_class(job.tower, now)), job, now
+        )
 
-    def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
+    def predict_by_class_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
         """Return the predicted seconds until a new item would be done that is like the last item of its
         class, by class. 0 if the class had no item recently."""
-        probes = {qos.name: self._like_the_last(qos) for qos in classes}
-        return {name: 0.0 if probe is None else self.done_s(probe, batcher) for name, probe in probes.items()}
+        probes = {qos.name: self._probe_like_last_job(qos) for qos in classes}
+        return {
+            name: 0.0 if probe is None else self.predict_done_s(probe, batcher)
+            for name, probe in probes.items()
+        }
 
-    def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
-        """Return the prediction of `predicted_s` for one class."""
-        return self.predicted_s([qos], batcher)[qos.name]
+    def predict_class_s(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
+        """Return the prediction of `predict_by_class_s` for one class."""
+        return self.predict_by_class_s([qos], batcher)[qos.name]
 
-    def _like_the_last(self, qos: ServiceClass, due_s: float = math.inf) -> _Probe | None:
+    def _probe_like_last_job(self, qos: ServiceClass, due_s: float = math.inf) -> _ProbeJob | None:
         """Return a job like the last job of this class.
 
-        Returns None if the class had no job in the last `_REMEMBER_S` seconds, or if the job's tower is no
+        Returns None if the class had no job in the last `_RECENT_S` seconds, or if the job's tower is no
         longer loaded. The time limit is needed because items that are rejected before decoding do not become
         the last job.
         """
         with self._lock:
-            last = self._last.get(qos)
-        if last is None or last[0] < self._clock() - _REMEMBER_S or (tower := last[1]()) is None:
+            last = self._last_jobs.get(qos)
+        if last is None or last[0] < self._clock() - _RECENT_S or (tower := last[1]()) is None:
             return None
-        return _Probe(qos=qos, tower=tower, tokens=last[2], app=last[3], due_s=due_s)
+        return _ProbeJob(qos=qos, tower=tower, tokens=last[2], app=last[3], due_s=due_s)
 
-    def half_drained_s(self, batcher: Batcher[Any]) -> float:
+    def predict_half_drained_s(self, batcher: Batcher[Any]) -> float:
         """Return the predicted seconds until half of the queue is done, or 1 s before the first
         measurement."""
-        load = batcher.load()
+        load = batcher.current_load()
         with self._lock:
-            if not any(p.measured for p in self._latency_models.values()):
-                return _UNMEASURED_S
-            all_s = self._running_s(load.running, self._clock()) + self._waiting_s(load)
+            if not any(p.is_measured for p in self._latency_models.values()):
+                return _UNMEASURED_DRAIN_S
+            all_s = self._remaining_running_s(load.running, self._clock()) + self._queued_work_s(load)
         return max(_MIN_RETRY_S, all_s / max(1, self._lanes()) / 2)
 
-    def _done_s(self, ahead: Backlog, job: QueuedJob, now: float) -> float:
+    def _estimate_done_s(self, backlog: Backlog, job: QueuedJob, now: float) -> float:
         with self._lock:
-            running = self._running_s(ahead.load.running, now)
-            whole = self._waiting_s(ahead.load)
+            running = self._remaining_running_s(backlog.load.running, now)
+            whole = self._queued_work_s(backlog.load)
             fill = min(
-                self._batch_tokens(*ahead.load.waiting[job.tower]),
+                self._batch_tokens(*backlog.load.queued_by_tower[job.tower]),
                 self._batch_token_limit(job.tower, job.due_s - now),
             )
-            own = self._latency_model(job.tower).seconds(max(job.tokens, fill))
-        before = whole * ahead.tokens_until_served / sum(tokens for tokens, _ in ahead.load.waiting.values())
+            own = self._latency_model(job.tower).predict_s(max(job.tokens, fill))
+        before = (
+            whole
+            * backlog.tokens_until_served
+            / sum(tokens for tokens, _ in backlog.load.queued_by_tower.values())
+        )
         # The job's batch may contain later jobs, but the job is done no later than all jobs in the queue.
         queue = min(before + own, max(whole, before))
         lanes = max(1, self._lanes())
         return (running + queue) / lanes + own * (1 - 1 / lanes)
 
-    def _running_s(self, running: Sequence[RunningBatch], now: float) -> float:
-        left = (self._latency_model(b.tower).seconds(b.tokens) - (now - b.begun_s) for b in running)
+    def _remaining_running_s(self, running: Sequence[RunningBatch], now: float) -> float:
+        left = (self._latency_model(b.tower).predict_s(b.tokens) - (now - b.started_s) for b in running)
         return math.fsum(max(0.0, seconds) for seconds in left)
 
-    def _waiting_s(self, load: ServiceLoad) -> float:
+    def _queued_work_s(self, load: ServiceLoad) -> float:
         seconds = 0.0
-        for tower, (tokens, items) in load.waiting.items():
+        for tower, (tokens, items) in load.queued_by_tower.items():
             one = self._latency_model(tower)
             seconds += (
                 one.fixed_s * max(1.0, tokens / self._batch_tokens(tokens, items)) + one.token_s * tokens
@@ -379,24 +390,24 @@ class EncodeAdmission:
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
     def _batch_token_limit(self, tower: object, deadline_s: float) -> float:
-        oldest = self._clock() - _REMEMBER_S
+        oldest = self._clock() - _RECENT_S
         about = (short_s for short_s, then in self._shortest_deadlines.values() if then >= oldest)
         shortest_s = min((deadline_s, *about))
-        return self._latency_model(tower).tokens_within(_DEADLINE_FRACTION * shortest_s)
+        return self._latency_model(tower).max_tokens_within(_DEADLINE_FRACTION * shortest_s)
 
-    def _note_deadline(self, job: EncodeJob[Any], now: float) -> None:
+    def _record_deadline(self, job: EncodeJob[Any], now: float) -> None:
         short_s, then = self._shortest_deadlines.get(job.qos, (math.inf, now))
-        if job.shortest_deadline_s <= short_s or now - then > _REMEMBER_S:
+        if job.shortest_deadline_s <= short_s or now - then > _RECENT_S:
             self._shortest_deadlines[job.qos] = job.shortest_deadline_s, now
 
     def _latency_model(self, tower: object) -> BatchLatencyModel:
         return self._latency_models.get(tower) or BatchLatencyModel()
 
-    def _demand(self, tower: object, now: float) -> Mapping[ServiceClass, float]:
+    def _demand_by_class(self, tower: object, now: float) -> Mapping[ServiceClass, float]:
         with self._lock:
             token_s = (
-                self._latency_model(tower).seconds(self._max_tokens)
+                self._latency_model(tower).predict_s(self._max_tokens)
                 / self._max_tokens
                 / max(1, self._lanes())
             )
-            return {qos: rate * token_s for qos, rate in self._arrivals.tokens_a_second(now).items()}
+            return {qos: rate * token_s for qos, rate in self._arrivals.tokens_per_second(now).items()}

@@ -21,11 +21,11 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from cornplug.encoder_service.scheduling.fair_queue import QueuedJob, WeightedFairQueue, form_batch
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
-from cornplug.qos import ONE_CLASS, ServiceClass
+from cornplug.qos import DEFAULT_CLASS, ServiceClass
 
-Answer = EncodeReply | EncodeRefusal
+EncodeResult = EncodeReply | EncodeRefusal
 PayloadT = TypeVar("PayloadT")
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -34,26 +34,26 @@ class RunningBatch:
 
     tower: object
     tokens: int
-    begun_s: float
+    started_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
     """Queued jobs and running batches of a service. Jobs with equal features count once."""
 
-    waiting: Mapping[object, tuple[int, int]]
+    queued_by_tower: Mapping[object, tuple[int, int]]
     """Number of tokens and of jobs in the queue, by tower."""
     running: Sequence[RunningBatch]
 
     @classmethod
-    def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
+    def from_queue(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
         """Create the load from a queue and running batches. `running` may contain the same batch several
         times."""
         waiting: dict[object, tuple[int, int]] = {}
-        for job in _distinct(queue):
+        for job in _distinct_jobs(queue):
             tokens, items = waiting.get(job.tower, (0, 0))
             waiting[job.tower] = tokens + job.tokens, items + 1
-        return cls(waiting=waiting, running=tuple(dict.fromkeys(running)))
+        return cls(queued_by_tower=waiting, running=tuple(dict.fromkeys(running)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def backlog_ahead(
     tokens_by_class: dict[ServiceClass, int] = {}
     apps: dict[str, int] = {}
     own = new.tokens
-    for job in _distinct(queue):
+    for job in _distinct_jobs(queue):
         tokens_by_class[job.qos] = tokens_by_class.get(job.qos, 0) + job.tokens
         if job.qos == new.qos and job.app != new.app:
             apps[job.app] = apps.get(job.app, 0) + job.tokens
@@ -87,13 +87,13 @@ def backlog_ahead(
     # Apps are served alternately. While one app's tokens are served, every other app gets as many tokens.
     own += sum(min(own, tokens) for tokens in apps.values())
     return Backlog(
-        load=ServiceLoad.of((*queue, new), running),
+        load=ServiceLoad.from_queue((*queue, new), running),
         tokens_until_served=fair_queue.tokens_until_served(new.qos, own, tokens_by_class, demand),
         tokens_by_class=tokens_by_class,
     )
 
 
-def _distinct(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
+def _distinct_jobs(queue: Iterable[QueuedJob]) -> Iterable[QueuedJob]:
     return {job.feature_key: job for job in queue}.values()
 
 
@@ -103,29 +103,29 @@ class PendingRequest:
 
     request: EncodeRequest
     received_s: float
-    qos: ServiceClass = ONE_CLASS
+    qos: ServiceClass = DEFAULT_CLASS
     inline: bool = False
     """Whether the reply must contain the tensor even if the store has it."""
     account: str | None = None
     """Account to whose store quota the result counts (`StoreQuota`), or None without a quota."""
-    future: Future[Answer] = field(default_factory=Future)
+    future: Future[EncodeResult] = field(default_factory=Future)
     span: Span = INVALID_SPAN
     queued_s: float | None = None
     """Time at which the request joined the queue, by `time.monotonic`. The observer sets it."""
 
-    predicted_answer_s: float | None = None
+    predicted_reply_s: float | None = None
     """Seconds from receipt to reply, as predicted at admission, or None without a prediction."""
 
     @property
     def due_s(self) -> float:
         return self.received_s + self.request.deadline_s
 
-    def answer(self, answer: Answer) -> bool:
+    def send_reply(self, reply: EncodeResult) -> bool:
         """Send the reply to the caller. Returns False if the caller has disconnected or already has a
         reply."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return False
-        self.future.set_result(answer)
+        self.future.set_result(reply)
         return True
 
 
@@ -187,8 +187,8 @@ class Batcher(Generic[PayloadT]):
                 deadline passed.
             batch_token_limit: Function that returns the maximum number of tokens of a batch, from its tower
                 and the deadline in seconds of one of its jobs.
-            has_urgent_lane: Whether a thread calls `take_urgent`, so that running batches do not delay jobs
-                of better classes.
+            has_urgent_lane: Whether a thread calls `take_urgent_job`, so that running batches do not delay
+                jobs of better classes.
             is_long: Function that returns whether a running batch delays a job with this deadline (s) for too
                 long.
         """
@@ -202,14 +202,14 @@ class Batcher(Generic[PayloadT]):
         self._changed = threading.Condition()
         self._fair_queue = WeightedFairQueue()
         self._queue: list[EncodeJob[PayloadT]] = []
-        self._passed_over: EncodeJob[PayloadT] | None = None
+        self._skipped_job: EncodeJob[PayloadT] | None = None
         self._in_flight: dict[tuple[bytes, bytes], EncodeJob[PayloadT]] = {}
         self._running: dict[EncodeJob[PayloadT], RunningBatch] = {}
         self._urgent: set[EncodeJob[PayloadT]] = set()
-        """Running jobs that `take_urgent` returned."""
+        """Running jobs that `take_urgent_job` returned."""
         self._closed = False
 
-    def has(self, key: tuple[bytes, bytes]) -> bool:
+    def has_job(self, key: tuple[bytes, bytes]) -> bool:
         """Return whether a job with this key is queued or running."""
         with self._changed:
             return key in self._in_flight
@@ -228,7 +228,7 @@ class Batcher(Generic[PayloadT]):
             self._changed.notify_all()
             return False
 
-    def take(self) -> list[EncodeJob[PayloadT]]:
+    def take_batch(self) -> list[EncodeJob[PayloadT]]:
         """Wait for jobs, and return the next batch in fair order. Return [] if the queue is closed and
         empty."""
         while True:
@@ -236,7 +236,7 @@ class Batcher(Generic[PayloadT]):
                 while not self._queue and not self._closed:
                     self._changed.wait()
                 late = self._drop_late()
-                batch = self._form() if self._queue else []
+                batch = self._form_next_batch() if self._queue else []
                 if batch and self._has_urgent_lane:
                     self._changed.notify_all()
                 finished = self._closed and not batch
@@ -245,7 +245,7 @@ class Batcher(Generic[PayloadT]):
             if batch or finished:
                 return batch
 
-    def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
+    def take_urgent_job(self, lanes: int) -> EncodeJob[PayloadT] | None:
         """Wait until all `lanes` (threads that run batches) run long batches of worse classes than a queued
         job. Return this job, or None when the queue is closed.
 
@@ -253,19 +253,19 @@ class Batcher(Generic[PayloadT]):
         """
         while True:
             with self._changed:
-                while (urgent := self._most_urgent(lanes)) is None and not self._closed:
+                while (urgent := self._find_urgent_job(lanes)) is None and not self._closed:
                     # Poll, because a running batch becomes long as time passes, without any event.
-                    self._changed.wait(_LOOK_S if self._queue else None)
+                    self._changed.wait(_POLL_S if self._queue else None)
                 if urgent is None:
                     return None
                 late = self._drop_late()
                 found = urgent if urgent in self._queue else None
                 if found is not None:
-                    self._fair_queue.set_backlogged(self._apps())
+                    self._fair_queue.set_backlogged(self._apps_by_class())
                     self._fair_queue.charge(found.qos, found.app, found.tokens)
                     self._queue.remove(found)
-                    self._fair_queue.set_backlogged(self._apps())
-                    begun = RunningBatch(tower=found.tower, tokens=found.tokens, begun_s=self._clock())
+                    self._fair_queue.set_backlogged(self._apps_by_class())
+                    begun = RunningBatch(tower=found.tower, tokens=found.tokens, started_s=self._clock())
                     self._running[found] = begun
                     self._urgent.add(found)
             for pending in late:
@@ -291,7 +291,7 @@ class Batcher(Generic[PayloadT]):
                 return
             self._fair_queue.charge(job.qos, job.app, tokens - job.tokens)
             job.tokens = tokens
-            self._running[job] = RunningBatch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
+            self._running[job] = RunningBatch(tower=begun.tower, tokens=tokens, started_s=begun.started_s)
 
     def finish(self, job: EncodeJob[PayloadT]) -> Sequence[PendingRequest]:
         """Remove a finished job, and return its requests. Later requests with the same key start a new
@@ -303,17 +303,17 @@ class Batcher(Generic[PayloadT]):
             return tuple(job.requests)
 
     def close(self) -> None:
-        """Close the queue. `take` first returns the jobs that are still queued, and then []."""
+        """Close the queue. `take_batch` first returns the jobs that are still queued, and then []."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def queued(self) -> int:
+    def count_queued(self) -> int:
         """Return the number of jobs that wait for a batch."""
         with self._changed:
             return len(self._queue)
 
-    def queue(self) -> dict[str, tuple[int, int]]:
+    def queue_by_class(self) -> dict[str, tuple[int, int]]:
         """Return (number of requests, number of tokens) that wait for a batch, by class."""
         with self._changed:
             waiting: dict[str, tuple[int, int]] = {}
@@ -322,7 +322,7 @@ class Batcher(Generic[PayloadT]):
                 waiting[job.qos.name] = (requests + len(job.requests), tokens + job.tokens)
             return waiting
 
-    def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
+    def estimate_backlog(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
         """Return the backlog ahead of `new` if this job arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
@@ -333,15 +333,15 @@ class Batcher(Generic[PayloadT]):
                 if len(ahead) < len(self._running) and ahead.keys() <= self._urgent:
                     # All usual lanes run batches that this job overtakes. The urgent lane takes it before the
                     # queued jobs of worse classes.
-                    queue = [job for job in queue if not _better(new.qos, job.qos)]
+                    queue = [job for job in queue if not _outranks(new.qos, job.qos)]
             return backlog_ahead(queue, running, self._fair_queue, new, demand)
 
-    def load(self) -> ServiceLoad:
+    def current_load(self) -> ServiceLoad:
         """Return the load of queued jobs and running batches."""
         with self._changed:
-            return ServiceLoad.of(self._queue, self._running.values())
+            return ServiceLoad.from_queue(self._queue, self._running.values())
 
-    def _most_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
+    def _find_urgent_job(self, lanes: int) -> EncodeJob[PayloadT] | None:
         if len(set(self._running.values())) < lanes or not self._queue:
             return None
         first = min(self._queue, key=lambda f: (*(-part for part in f.qos.rank[:2]), f.due_s))
@@ -349,9 +349,9 @@ class Batcher(Generic[PayloadT]):
         return first if overtakes else None
 
     def _overtakes(self, new: QueuedJob, job: EncodeJob[PayloadT], batch: RunningBatch) -> bool:
-        return _better(new.qos, job.qos) and self._is_long(batch, new.due_s - self._clock())
+        return _outranks(new.qos, job.qos) and self._is_long(batch, new.due_s - self._clock())
 
-    def _apps(self) -> dict[ServiceClass, set[str]]:
+    def _apps_by_class(self) -> dict[ServiceClass, set[str]]:
         apps: dict[ServiceClass, set[str]] = {}
         for job in self._queue:
             apps.setdefault(job.qos, set()).add(job.app)
@@ -375,24 +375,24 @@ class Batcher(Generic[PayloadT]):
         self._queue = kept
         return late
 
-    def _form(self) -> list[EncodeJob[PayloadT]]:
+    def _form_next_batch(self) -> list[EncodeJob[PayloadT]]:
         packed = form_batch(
             self._queue,
             self._fair_queue,
             max_items=self._max_items,
-            limit=self._limit,
-            first=self._passed_over if self._passed_over in self._queue else None,
+            max_tokens_for=self._max_batch_tokens,
+            first_job=self._skipped_job if self._skipped_job in self._queue else None,
         )
-        self._passed_over = packed.passed_over
+        self._skipped_job = packed.skipped
         taken = set(packed.batch)
         self._queue = [job for job in self._queue if job not in taken]
-        begun = RunningBatch(tower=packed.batch[0].tower, tokens=packed.tokens, begun_s=self._clock())
+        begun = RunningBatch(tower=packed.batch[0].tower, tokens=packed.tokens, started_s=self._clock())
         self._running.update(dict.fromkeys(packed.batch, begun))
         return packed.batch
 
-    def _limit(self, job: EncodeJob[PayloadT]) -> float:
+    def _max_batch_tokens(self, job: EncodeJob[PayloadT]) -> float:
         return min(self._max_tokens, self._batch_token_limit(job.tower, job.shortest_deadline_s))
 
 
-def _better(one: ServiceClass, other: ServiceClass) -> bool:
-    return one.rank[:2] > other.rank[:2]
+def _outranks(candidate: ServiceClass, other: ServiceClass) -> bool:
+    return candidate.rank[:2] > other.rank[:2]

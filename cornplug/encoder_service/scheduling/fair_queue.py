@@ -51,37 +51,39 @@ class QueueLimit:
         self.slots: Final = slots
         self._reserved = {qos: math.floor(qos.share * slots) for qos in classes}
         self._changed = threading.Condition()
-        self._waits: set[PendingRequest] = set()
-        self._held: Counter[ServiceClass] = Counter()
+        self._waiting: set[PendingRequest] = set()
+        self._used_slots: Counter[ServiceClass] = Counter()
         self._stopping = False
 
-    def enter(self, pending: PendingRequest) -> QueueFull | None:
-        """Take a slot for a request and return None, or return the reason why no slot is free. `leave`
+    def acquire(self, pending: PendingRequest) -> QueueFull | None:
+        """Take a slot for a request and return None, or return the reason why no slot is free. `release`
         releases the slot."""
         with self._changed:
             if self._stopping:
                 return "overloaded", "the service is stopping"
             kept = sum(
-                max(0, own - self._held[qos]) for qos, own in self._reserved.items() if qos != pending.qos
+                max(0, own - self._used_slots[qos])
+                for qos, own in self._reserved.items()
+                if qos != pending.qos
             )
-            if len(self._waits) + kept >= self.slots:
+            if len(self._waiting) + kept >= self.slots:
                 # The class uses all its reserved slots. Otherwise a slot would be free for it.
-                if len(self._waits) > self._held[pending.qos]:
+                if len(self._waiting) > self._used_slots[pending.qos]:
                     return (
                         "over_share",
-                        f"{self._held[pending.qos]} requests of this class are already waiting",
+                        f"{self._used_slots[pending.qos]} requests of this class are already waiting",
                     )
-                return "overloaded", f"{len(self._waits)} requests are already waiting"
-            self._waits.add(pending)
-            self._held[pending.qos] += 1
+                return "overloaded", f"{len(self._waiting)} requests are already waiting"
+            self._waiting.add(pending)
+            self._used_slots[pending.qos] += 1
             return None
 
-    def leave(self, pending: PendingRequest) -> None:
+    def release(self, pending: PendingRequest) -> None:
         """Release a request's slot, after the request got its reply or was cancelled."""
         with self._changed:
-            if pending in self._waits:
-                self._waits.remove(pending)
-                self._held[pending.qos] -= 1
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+                self._used_slots[pending.qos] -= 1
                 self._changed.notify_all()
 
     def drain(self, deadline_s: float) -> bool:
@@ -89,16 +91,16 @@ class QueueLimit:
         passes first."""
         with self._changed:
             self._stopping = True
-            return self._changed.wait_for(lambda: not self._waits, deadline_s)
+            return self._changed.wait_for(lambda: not self._waiting, deadline_s)
 
-    def identities(self) -> frozenset[bytes]:
+    def identities_in_use(self) -> frozenset[bytes]:
         """Return the model identities that the waiting requests use."""
         with self._changed:
-            return frozenset(pending.request.identity for pending in self._waits)
+            return frozenset(pending.request.identity for pending in self._waiting)
 
     def __len__(self) -> int:
         with self._changed:
-            return len(self._waits)
+            return len(self._waiting)
 
 
 @dataclass(slots=True)
@@ -123,10 +125,10 @@ class WeightedFairQueue:
         self._states: dict[ServiceClass, _ClassState] = {}
         self._backlogged: dict[ServiceClass, Collection[str]] = {}
 
-    def set_backlogged(self, now: Mapping[ServiceClass, Collection[str]]) -> None:
+    def set_backlogged(self, apps_by_class: Mapping[ServiceClass, Collection[str]]) -> None:
         """Set which classes and apps have queued work. A class or app without work does not accumulate a
         claim to service."""
-        for qos, apps in now.items():
+        for qos, apps in apps_by_class.items():
             state = self._states.setdefault(qos, _ClassState())
             before = self._backlogged.get(qos, ())
             if not before:
@@ -137,28 +139,28 @@ class WeightedFairQueue:
                     state.apps[app] = max(state.apps.get(app, 0.0), state.virtual_time)
             # An app without work keeps its tag only while the tag is ahead of the class's virtual time.
             state.apps = {a: tag for a, tag in state.apps.items() if a in apps or tag > state.virtual_time}
-        self._backlogged = {qos: frozenset(apps) for qos, apps in now.items() if apps}
+        self._backlogged = {qos: frozenset(apps) for qos, apps in apps_by_class.items() if apps}
 
     def app_tag(self, qos: ServiceClass, app: str) -> float:
         """Return the start tag of an app. In a class, the app with the lowest tag is served next."""
         return self._states[qos].apps[app]
 
-    def next_class(self, heads: Mapping[ServiceClass, int]) -> ServiceClass:
-        """Return the class to serve next. `heads` has the number of tokens of each class's next job."""
-        eligible = [qos for qos in heads if self._states[qos].eligible_at <= self._served]
+    def next_class(self, head_tokens: Mapping[ServiceClass, int]) -> ServiceClass:
+        """Return the class to serve next. `head_tokens` has the number of tokens of each class's next job."""
+        eligible = [qos for qos in head_tokens if self._states[qos].eligible_at <= self._served]
         if eligible:
             return min(
                 eligible,
-                key=lambda q: (self._states[q].eligible_at + heads[q] / q.share, -q.priority, q.name),
+                key=lambda q: (self._states[q].eligible_at + head_tokens[q] / q.share, -q.priority, q.name),
             )
-        return min(heads, key=lambda q: (-q.priority, self._states[q].surplus, q.name))
+        return min(head_tokens, key=lambda q: (-q.priority, self._states[q].surplus, q.name))
 
     def may_fill(self, qos: ServiceClass, batch_tokens: float) -> bool:
         """Return whether jobs of this class may fill a batch after a job that did not fit.
 
         True unless a class is eligible and this class is `batch_tokens` or more ahead of its share.
         """
-        if not self._any_due():
+        if not self._has_eligible_class():
             return True
         return (self._states[qos].eligible_at - self._served) * qos.share < batch_tokens
 
@@ -167,7 +169,7 @@ class WeightedFairQueue:
         state = self._states[qos]
         # While another class is eligible, filling a batch uses that class's time. Such tokens count as
         # guaranteed service.
-        if state.eligible_at <= self._served or self._any_due():
+        if state.eligible_at <= self._served or self._has_eligible_class():
             state.eligible_at += tokens / qos.share
         else:
             self._surplus = max(self._surplus, state.surplus)
@@ -182,23 +184,23 @@ class WeightedFairQueue:
     def tokens_until_served(
         self,
         qos: ServiceClass,
-        own: float,
-        others: Mapping[ServiceClass, float],
+        own_tokens: float,
+        other_tokens: Mapping[ServiceClass, float],
         demand: Mapping[ServiceClass, float],
     ) -> float:
-        """Return how many tokens of all classes are served until `own` tokens of class `qos` are served, in
-        the order of `next_class`.
+        """Return how many tokens of all classes are served until `own_tokens` tokens of class `qos` are
+        served, in the order of `next_class`.
 
-        `others` has the number of queued tokens of each other class. `demand` has the arrival rate of each
-        class, as a fraction of the total service rate. The result comes from a fluid model, which is exact to
-        within one job per class.
+        `other_tokens` has the number of queued tokens of each other class. `demand` has the arrival rate of
+        each class, as a fraction of the total service rate. The result comes from a fluid model, which is
+        exact to within one job per class.
         """
-        left = {q: float(tokens) for q, tokens in others.items() if tokens > 0 and q != qos}
-        left[qos] = own
+        left = {q: float(tokens) for q, tokens in other_tokens.items() if tokens > 0 and q != qos}
+        left[qos] = own_tokens
         now = 0.0
         while True:
-            owed = {q: self._owed_in(q) - now for q in left}
-            rates = _rates(left, demand, {q for q in left if owed[q] <= 0})
+            owed = {q: self._tokens_until_eligible(q) - now for q in left}
+            rates = _service_rates(left, demand, {q for q in left if owed[q] <= 0})
             ends = [left[q] / rates[q] for q in left if rates[q] > 0]
             step = min([*ends, *(pending for pending in owed.values() if pending > 0)])
             if rates[qos] > 0 and left[qos] <= rates[qos] * step * (1 + 1e-9):
@@ -206,31 +208,31 @@ class WeightedFairQueue:
             now += step
             left = {q: rest for q, tokens in left.items() if (rest := tokens - rates[q] * step) > 1e-6}
 
-    def _any_due(self) -> bool:
+    def _has_eligible_class(self) -> bool:
         return any(self._states[qos].eligible_at <= self._served for qos in self._backlogged)
 
-    def _owed_in(self, qos: ServiceClass) -> float:
+    def _tokens_until_eligible(self, qos: ServiceClass) -> float:
         """Return how many tokens of all classes are served until the class is eligible. The result is 0 if
         the class has no work, and 0 or negative if the class is eligible now."""
         state = self._states.get(qos)
         return 0.0 if state is None or qos not in self._backlogged else state.eligible_at - self._served
 
 
-def _rates(
-    left: Mapping[ServiceClass, float],
+def _service_rates(
+    queued_tokens: Mapping[ServiceClass, float],
     demand: Mapping[ServiceClass, float],
-    eligible_at: Collection[ServiceClass],
+    eligible: Collection[ServiceClass],
 ) -> dict[ServiceClass, float]:
     """Return the fraction of the next tokens that each class with queued work gets."""
-    rates = {q: q.share if q in eligible_at else 0.0 for q in left}
+    rates = {q: q.share if q in eligible else 0.0 for q in queued_tokens}
     # A class with an empty queue gets as much service as its arrivals need.
-    coming = {q: part for q, part in demand.items() if q not in left}
+    coming = {q: part for q, part in demand.items() if q not in queued_tokens}
     free = 1.0 - math.fsum(rates.values()) - math.fsum(min(q.share, part) for q, part in coming.items())
-    for priority in sorted({q.priority for q in (*left, *coming)}, reverse=True):
+    for priority in sorted({q.priority for q in (*queued_tokens, *coming)}, reverse=True):
         for q, part in coming.items():
             if q.priority == priority:
                 free -= min(max(0.0, free), max(0.0, part - q.share))
-        equals = [q for q in left if q.priority == priority]
+        equals = [q for q in queued_tokens if q.priority == priority]
         if equals and free > 0:
             whole = sum(q.share for q in equals)
             for q in equals:
@@ -261,8 +263,8 @@ class FormedBatch(Generic[JobT]):
     batch: list[JobT]
     tokens: int
     """Number of tokens in the batch. Jobs with the same features count once."""
-    passed_over: JobT | None
-    """Next job in order, which did not fit, or None. Pass it as `first` to form the next batch."""
+    skipped: JobT | None
+    """Next job in order, which did not fit, or None. Pass it as `first_job` to form the next batch."""
 
 
 def form_batch(
@@ -270,12 +272,12 @@ def form_batch(
     fair_queue: WeightedFairQueue,
     *,
     max_items: int,
-    limit: Callable[[JobT], float],
-    first: JobT | None = None,
+    max_tokens_for: Callable[[JobT], float],
+    first_job: JobT | None = None,
 ) -> FormedBatch[JobT]:
     """Form a batch for one tower from `queue`, which must not be empty, and charge its jobs to `fair_queue`.
 
-    `limit` returns the maximum number of tokens of a batch that contains a given job.
+    `max_tokens_for` returns the maximum number of tokens of a batch that contains a given job.
     """
     queues = _queues_by_app(queue)
     fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})
@@ -284,13 +286,15 @@ def form_batch(
     passed_over: JobT | None = None
 
     def fits(job: JobT) -> bool:
-        return job.tower is batch[0].tower and tokens + job.tokens <= min(token_limit, limit(job))
+        return job.tower is batch[0].tower and tokens + job.tokens <= min(token_limit, max_tokens_for(job))
 
     def fills(job: JobT) -> bool:
         return fits(job) and fair_queue.may_fill(job.qos, token_limit)
 
     while queues and items < max_items:
-        chosen = first if first is not None and not batch else _next_job(queues, fair_queue, _accept_any)
+        chosen = (
+            first_job if first_job is not None and not batch else _next_job(queues, fair_queue, _accept_any)
+        )
         if batch and chosen is not None and not fits(chosen):
             passed_over = passed_over or chosen
             chosen = _next_job(queues, fair_queue, fills)
@@ -299,10 +303,10 @@ def form_batch(
         fair_queue.charge(chosen.qos, chosen.app, chosen.tokens)
         items += 1
         tokens += chosen.tokens
-        token_limit = min(token_limit, limit(chosen))
+        token_limit = min(token_limit, max_tokens_for(chosen))
         batch += _take_with_duplicates(queues, chosen)
     fair_queue.set_backlogged({qos: apps.keys() for qos, apps in queues.items()})
-    return FormedBatch(batch=batch, tokens=tokens, passed_over=passed_over)
+    return FormedBatch(batch=batch, tokens=tokens, skipped=passed_over)
 
 
 def _accept_any(job: QueuedJob) -> bool:
@@ -313,7 +317,9 @@ def _next_job(
     queues: QueuesByApp[JobT], fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
     """Return the next job in fair order that fits, or None if no job fits."""
-    heads = {qos: head for qos in queues if (head := _head(queues, qos, fair_queue, fits)) is not None}
+    heads = {
+        qos: head for qos in queues if (head := _next_job_of_class(queues, qos, fair_queue, fits)) is not None
+    }
     return heads[fair_queue.next_class({qos: head.tokens for qos, head in heads.items()})] if heads else None
 
 
@@ -324,7 +330,7 @@ def _queues_by_app(queue: Sequence[JobT]) -> QueuesByApp[JobT]:
     return queues
 
 
-def _head(
+def _next_job_of_class(
     queues: QueuesByApp[JobT], qos: ServiceClass, fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
     """Return the class's next job that fits, or None. Apps are served alternately. Within an app, the job

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cornplug.encoder_service.towers.log_mel import LogMelFeatures
 
 
-def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
+def find_architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
     """Return the architecture of the family's tower for these modalities. The default is the family's first
     modality."""
     module, _, name = family.tower_class.partition(":")
@@ -32,7 +32,7 @@ def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
     Raises CheckpointError("bad_config") if the family does not support audio, or if the checkpoint's feature
     extractor is not supported.
     """
-    found = getattr(architecture(checkpoint.family), "feature_extractor", None)
+    found = getattr(find_architecture(checkpoint.family), "feature_extractor", None)
     if found is None:
         raise CheckpointError(f"{checkpoint.family.name} does not support audio", reason="bad_config")
     return cast("LogMelFeatures", found(checkpoint.preprocessors["audio"]))

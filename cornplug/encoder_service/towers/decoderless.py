@@ -28,24 +28,33 @@ from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
-from cornplug.checkpoints.families.generic import NESTED, is_of_other
+from cornplug.checkpoints.families.generic import NESTED_CONFIG_FIELD, is_other_modality
 from cornplug.errors import CheckpointError
 
-LEVELS: Final = "deepstack_visual_embeds"
+DEEPSTACK_ARGUMENT: Final = "deepstack_visual_embeds"
 """Name of a decoder's argument for outputs of several tower layers. The decoder adds them to the outputs of
 its own first layers."""
-_PLACES: Final = frozenset({"attention_mask", "position_ids"})
+_POSITION_ARGUMENTS: Final = frozenset({"attention_mask", "position_ids"})
 """Names of a decoder's arguments that describe positions of rows, not their content."""
-REFUSALS: Final = (
+TRANSFORMERS_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 """Errors that transformers raises for a config or a processor that it does not support."""
-DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
-_LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
-_NAMED: Final = 5
-_NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
-"""Prefix of tensor names in the model that `NESTED` describes."""
+UNSUPPORTED_HINT: Final = (
+    'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
+)
+_LOADABLE_DTYPES: Final = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+)
+_MAX_NAMES_SHOWN: Final = 5
+_NESTED_PREFIX: Final = f"{NESTED_CONFIG_FIELD.removesuffix('_config')}."
+"""Prefix of tensor names in the model that `NESTED_CONFIG_FIELD` describes."""
 
 
 class DecoderReached(Exception):
@@ -71,13 +80,13 @@ class TokenMark(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """Weight of an embedding for up to 2**24 tokens. It is an expanded tensor that takes no memory."""
-        return self._made(1).expand(1 << 24, self._width)
+        return self._filled_tensor(1).expand(1 << 24, self._width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the embedding of each token, of shape (*ids.shape, width)."""
-        return self._made(*ids.shape, self._width, device=ids.device)
+        return self._filled_tensor(*ids.shape, self._width, device=ids.device)
 
-    def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
+    def _filled_tensor(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
         return torch.full(shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
 
 
@@ -107,8 +116,12 @@ class DecoderRecorder(nn.Module):
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
         if inputs_embeds is None or inputs_embeds.shape[0] != 1:
             raise CheckpointError("the decoder does not accept embeddings", reason="unknown_family")
-        levels, places = kwargs.pop(LEVELS, None) or (), kwargs.pop("visual_pos_masks", None)
-        more = [name for name, value in kwargs.items() if name not in _PLACES and any(_numbers(value))]
+        levels, places = kwargs.pop(DEEPSTACK_ARGUMENT, None) or (), kwargs.pop("visual_pos_masks", None)
+        more = [
+            name
+            for name, value in kwargs.items()
+            if name not in _POSITION_ARGUMENTS and any(_float_flags(value))
+        ]
         if more:
             raise CheckpointError(
                 f"the decoder also needs {', '.join(more)} for a medium, not only rows",
@@ -129,7 +142,7 @@ class DecoderRecorder(nn.Module):
         raise DecoderReached(torch.cat([rows, *(level.to(rows.dtype) for level in levels)], dim=-1))
 
 
-class RemovedPart(nn.Module):
+class RemovedModule(nn.Module):
     """Module that replaces a part of the model that this tower does not need. A call of the module raises
     CheckpointError."""
 
@@ -139,14 +152,14 @@ class RemovedPart(nn.Module):
         )
 
 
-def _numbers(value: Any) -> Iterator[bool]:
+def _float_flags(value: Any) -> Iterator[bool]:
     """Yield, for each tensor in a nested value, whether it is floating-point."""
     if isinstance(value, torch.Tensor):
         yield value.is_floating_point()
     elif isinstance(value, Mapping):
-        yield from (found for part in value.values() for found in _numbers(part))
+        yield from (found for part in value.values() for found in _float_flags(part))
     elif isinstance(value, list | tuple):
-        yield from (found for part in value for found in _numbers(part))
+        yield from (found for part in value for found in _float_flags(part))
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
@@ -158,13 +171,13 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
     kind, path = checkpoint.family.name, checkpoint.path
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        config = getattr(config, NESTED, config)
+        config = getattr(config, NESTED_CONFIG_FIELD, config)
         mappings = (
             transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
             transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         )
         found = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
-    except REFUSALS as e:
+    except TRANSFORMERS_ERRORS as e:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} cannot read config.json of model_type "
             f"{kind!r}: {e}. A checkpoint's own code is never run.",
@@ -173,13 +186,13 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
     if found is None:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} has no model of images or audio, and text, for "
-            f"model_type {kind!r}. {DESCRIBE}",
+            f"model_type {kind!r}. {UNSUPPORTED_HINT}",
             reason="unknown_family",
         )
     return found, config
 
 
-def load(
+def load_without_decoder(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, modality: Modality = "image"
 ) -> transformers.PreTrainedModel:
     """Load the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
@@ -189,12 +202,13 @@ def load(
     shape, or ("unreadable").
     """
     found, config = model_class(checkpoint)
-    hollow = _without_decoder(
+    hollow = _decoderless_class(
         found, modality, lambda: DecoderRecorder(hidden_size(checkpoint, config), dtype)
     )
     transformers.logging.disable_progress_bar()  # the service logs each step itself
     config.quantization_config = None
-    del config.quantization_config  # concerns only the decoder; `_tensors` rejects a quantised tower
+    # It concerns only the decoder. `_read_tower_tensors` rejects a quantised tower.
+    del config.quantization_config
     try:
         if device.type == "meta":
             with device:
@@ -202,14 +216,14 @@ def load(
         model, info = hollow.from_pretrained(
             None,
             config=config,
-            state_dict=_tensors(checkpoint, modality),
+            state_dict=_read_tower_tensors(checkpoint, modality),
             dtype=dtype,
             # Do not use the implementation named in config.json, which may be a kernel from the hub.
             attn_implementation="sdpa" if found._supports_sdpa else "eager",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below
         )
-    except REFUSALS as e:
+    except TRANSFORMERS_ERRORS as e:
         raise CheckpointError(
             f"{checkpoint.path}: {found.__name__} does not load: {e}", reason="bad_tensors"
         ) from e
@@ -217,14 +231,15 @@ def load(
     if missing or info["mismatched_keys"]:
         wrong = [*missing, *(str(row) for row in sorted(info["mismatched_keys"]))]
         raise CheckpointError(
-            f"{checkpoint.path}: {found.__name__} needs {', '.join(map(str, wrong[:_NAMED]))}, which are "
+            f"{checkpoint.path}: {found.__name__} needs "
+            f"{', '.join(map(str, wrong[:_MAX_NAMES_SHOWN]))}, which are "
             "missing, of another shape, or part of the decoder or of another modality",
             reason="bad_tensors",
         )
     return model.to(device).requires_grad_(False)
 
 
-def _without_decoder(
+def _decoderless_class(
     found: type[transformers.PreTrainedModel], modality: Modality, recorder: Callable[[], DecoderRecorder]
 ) -> type[transformers.PreTrainedModel]:
     """Return a subclass whose constructor replaces the decoder, the head, and the towers of other
@@ -236,15 +251,15 @@ def _without_decoder(
         holders = {id(decoder), id(head)}
         if any(id(part) in holders for part in (self, self.base_model)):
             raise CheckpointError(
-                f"the decoder of {found.__name__} cannot be separated from its tower. {DESCRIBE}",
+                f"the decoder of {found.__name__} cannot be separated from its tower. {UNSUPPORTED_HINT}",
                 reason="unknown_family",
             )
         gone: tuple[str, ...] = ()
         for name, module in list(self.named_modules()):
-            other = is_of_other(f"{name}.", modality)
+            other = is_other_modality(f"{name}.", modality)
             if (id(module) in holders or other) and not name.startswith(gone):
                 parent, _, child = name.rpartition(".")
-                put = RemovedPart() if other or module is head else recorder()
+                put = RemovedModule() if other or module is head else recorder()
                 setattr(self.get_submodule(parent), child, put)
                 gone = (*gone, f"{name}.")
         left = self.state_dict().keys()
@@ -260,9 +275,9 @@ def _without_decoder(
     return hollow
 
 
-def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
+def _read_tower_tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
     """Return the tower's tensors by their names in transformers' model. If the checkpoint's config contains
-    `NESTED`, the result is for the nested model, without the prefix of the names."""
+    `NESTED_CONFIG_FIELD`, the result is for the nested model, without the prefix of the names."""
     out: dict[str, torch.Tensor] = {}
     for file, name in checkpoint.locate("tower", modality).values():
         try:
@@ -272,11 +287,11 @@ def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.T
                 tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
-        if tensor.dtype not in _LOADED:
+        if tensor.dtype not in _LOADABLE_DTYPES:
             raise CheckpointError(
                 f"{name} is {tensor.dtype}: quantised towers are not supported", reason="bad_tensors"
             )
-        out[name.removeprefix(_NESTED_PREFIX) if NESTED in checkpoint.config else name] = tensor
+        out[name.removeprefix(_NESTED_PREFIX) if NESTED_CONFIG_FIELD in checkpoint.config else name] = tensor
     return out
 
 
@@ -285,7 +300,7 @@ def hidden_size(checkpoint: Checkpoint, config: Any) -> int:
     contain it."""
     try:
         return int(config.get_text_config(decoder=True).hidden_size)
-    except REFUSALS as e:
+    except TRANSFORMERS_ERRORS as e:
         raise CheckpointError(
             f"{checkpoint.path}: config.json has no hidden_size: {e}", reason="bad_config"
         ) from e

@@ -26,7 +26,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.towers import base, decoderless
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.towers.decoderless import DESCRIBE, LEVELS, DecoderReached
+from cornplug.encoder_service.towers.decoderless import DEEPSTACK_ARGUMENT, UNSUPPORTED_HINT, DecoderReached
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
@@ -34,9 +34,9 @@ PROMPT: Final = "input_ids"
 """Name of the input that contains the prompt."""
 _MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
-_NUMBERS_A_TOKEN: Final = 3 * 14 * 14
+_VALUES_PER_TOKEN: Final = 3 * 14 * 14
 """Number of values in a typical patch, to estimate the number of patches."""
-_ACCEPTED: Final = (*base.FLOATS, *base.INTEGERS, base.BOOLEAN)
+_ACCEPTED: Final = (*base.FLOAT_DTYPES, *base.INTEGER_DTYPES, base.BOOL_DTYPE)
 
 
 class GenericArchitecture:
@@ -46,29 +46,31 @@ class GenericArchitecture:
         self._modalities = modalities
 
     def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> GenericTower:
-        model = decoderless.load(checkpoint, dtype, device, self._modalities[0])
+        model = decoderless.load_without_decoder(checkpoint, dtype, device, self._modalities[0])
         return GenericTower(model, self._modalities, dtype=dtype, device=device)
 
-    def load_projector(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> NoProjector:
+    def load_projector(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    ) -> IdentityProjector:
         found, config = decoderless.model_class(checkpoint)
         levels = 0 if self._modalities[0] == "audio" else _deepstack_levels(found, config)
-        return NoProjector((1 + levels) * decoderless.hidden_size(checkpoint, config))
+        return IdentityProjector((1 + levels) * decoderless.hidden_size(checkpoint, config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeMethod:
     """Method of a transformers model that computes the rows of a media item."""
 
-    names: tuple[str, ...]
+    input_names: tuple[str, ...]
     """Names of the method's inputs."""
-    needed: frozenset[str]
+    required_inputs: frozenset[str]
     """Names of the method's required inputs."""
-    rows: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    compute_rows: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
     @property
-    def takes_prompt(self) -> bool:
+    def needs_prompt(self) -> bool:
         """Whether the method requires a prompt that contains the media item."""
-        return PROMPT in self.needed
+        return PROMPT in self.required_inputs
 
 
 class GenericTower:
@@ -94,34 +96,38 @@ class GenericTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first on a tie
+        modality = max(
+            self.methods, key=lambda m: _match_inputs(self.methods[m], inputs)
+        )  # the first on a tie
         method = self.methods[modality]
-        base.check_names(inputs, method.names, optional=set(method.names) - method.needed)
-        present = [name for name in method.names if name in inputs]
+        base.check_input_names(
+            inputs, method.input_names, optional=set(method.input_names) - method.required_inputs
+        )
+        present = [name for name in method.input_names if name in inputs]
         tensors = []
         for name in present:
-            tensor = base.checked(name, inputs[name], _ACCEPTED)
+            tensor = base.validate_input(name, inputs[name], _ACCEPTED)
             tensors.append(tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
         numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         return TowerItem(
             tensors=tuple(tensors),
             names_digest=digest(_NAMES_VERSION, *(name.encode() for name in present)),
-            tokens=max(1, math.ceil(numbers / _NUMBERS_A_TOKEN)),
-            geometry=(_MODALITIES.index(modality), *map(method.names.index, present)),
+            tokens=max(1, math.ceil(numbers / _VALUES_PER_TOKEN)),
+            geometry=(_MODALITIES.index(modality), *map(method.input_names.index, present)),
         )
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        return [self._rows(item) for item in items]
+        return [self._encode_item(item) for item in items]
 
-    def _rows(self, item: TowerItem) -> torch.Tensor:
+    def _encode_item(self, item: TowerItem) -> torch.Tensor:
         modality, *places = item.geometry
         method = self.methods[_MODALITIES[modality]]
-        named = {method.names[i]: t.to(self._device) for i, t in zip(places, item.tensors, strict=True)}
-        return method.rows(named)
+        named = {method.input_names[i]: t.to(self._device) for i, t in zip(places, item.tensors, strict=True)}
+        return method.compute_rows(named)
 
 
-class NoProjector:
+class IdentityProjector:
     """Projector that returns the tower's rows unchanged, because they already are the embedding."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -135,9 +141,9 @@ class NoProjector:
         return list(features)
 
 
-def _fit(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
+def _match_inputs(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
     """Return (whether the inputs are sufficient for a method, number of inputs that it would use)."""
-    return method.needed <= inputs.keys(), len(inputs.keys() & set(method.names))
+    return method.required_inputs <= inputs.keys(), len(inputs.keys() & set(method.input_names))
 
 
 def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
@@ -147,19 +153,19 @@ def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
     Raises CheckpointError("unknown_family") if the model has no `get_*_features` for the modality.
     """
     name = f"get_{modality}_features"
-    owner, inputs = _named_inputs(model, name)
-    if outputs_taken(model, modality) != {"pooler_output"}:
-        return _whole_forward(model)
+    owner, inputs = _find_method_inputs(model, name)
+    if outputs_used_by_decoder(model, modality) != {"pooler_output"}:
+        return _full_forward_method(model)
     method = getattr(owner, name)
     return EncodeMethod(
-        names=tuple(inputs),
-        needed=_without_default(inputs),
-        rows=lambda named: rows_of(method(**named), f"{type(model).__name__}.{name}"),
+        input_names=tuple(inputs),
+        required_inputs=_required_names(inputs),
+        compute_rows=lambda named: rows_of(method(**named), f"{type(model).__name__}.{name}"),
     )
 
 
-def _whole_forward(model: Any) -> EncodeMethod:
-    _, inputs = _named_inputs(model, "forward")
+def _full_forward_method(model: Any) -> EncodeMethod:
+    _, inputs = _find_method_inputs(model, "forward")
 
     def rows(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
         try:
@@ -168,14 +174,14 @@ def _whole_forward(model: Any) -> EncodeMethod:
             return reached.rows
         raise CheckpointError(f"{type(model).__name__} has no decoder", reason="unknown_family")
 
-    return EncodeMethod(names=tuple(inputs), needed=frozenset({PROMPT}), rows=rows)
+    return EncodeMethod(input_names=tuple(inputs), required_inputs=frozenset({PROMPT}), compute_rows=rows)
 
 
-def _without_default(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
+def _required_names(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
     return frozenset(name for name, p in inputs.items() if p.default is p.empty)
 
 
-def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
+def _find_method_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
     """Return (model or its inner model, parameters of its method `name`). The model that has this method with
     named parameters is used.
 
@@ -187,7 +193,9 @@ def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Paramet
         named = {k: p for k, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         if named:
             return owner, named
-    raise CheckpointError(f"{type(model).__name__} has no {name}. {DESCRIBE}", reason="unknown_family")
+    raise CheckpointError(
+        f"{type(model).__name__} has no {name}. {UNSUPPORTED_HINT}", reason="unknown_family"
+    )
 
 
 def rows_of(output: Any, name: str) -> torch.Tensor:
@@ -198,19 +206,19 @@ def rows_of(output: Any, name: str) -> torch.Tensor:
     found = getattr(output, "pooler_output", None)
     parts = [found] if isinstance(found, torch.Tensor) else list(found or ())
     if not parts or not all(isinstance(part, torch.Tensor) and part.ndim >= 2 for part in parts):
-        raise CheckpointError(f"{name} returns no rows. {DESCRIBE}", reason="unknown_family")
+        raise CheckpointError(f"{name} returns no rows. {UNSUPPORTED_HINT}", reason="unknown_family")
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()
 
 
 def _deepstack_levels(found: type[Any], config: Any) -> int:
     """Return the number of deepstack levels that are concatenated to each row, as in the Qwen3-VL module."""
     module = inspect.getmodule(found)
-    if module is None or f"{LEVELS}=" not in inspect.getsource(module):
+    if module is None or f"{DEEPSTACK_ARGUMENT}=" not in inspect.getsource(module):
         return 0
     return len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
-def outputs_taken(model: Any, modality: Modality) -> set[str]:
+def outputs_used_by_decoder(model: Any, modality: Modality) -> set[str]:
     """Return the names of the outputs of `get_*_features` that a model's decoder uses.
 
     The names are read from the source code of transformers' `forward`, which names each output that callers

@@ -1,9 +1,10 @@
-"""CLIP and SigLIP towers: the LLaVA families and Gemma 3. The layers are transformers' own, with SDPA
-attention.
+"""CLIP and SigLIP towers (the LLaVA families and Gemma 3), and InternVL's tower. The layers are transformers'
+own, with SDPA attention.
 
 LLaVA's projector consists of a linear layer, an activation and a linear layer. After projection, LLaVA-NeXT
 and LLaVA-OneVision assemble an image's tiles, remove the rows of the image's padding, and end each line with
-a learned newline. Gemma 3 averages patches, and its projector is a norm and one matrix.
+a learned newline. Gemma 3 averages patches, and its projector is a norm and one matrix. InternVL's tower is a
+ViT whose output joins 2x2 neighbours, and its projector is a norm and two linear layers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
+    InternVLConfig,
     LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
@@ -26,6 +28,7 @@ from transformers import (
 from transformers.activations import ACT2FN
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionEmbeddings
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.internvl.modeling_internvl import InternVLVisionEmbeddings, InternVLVisionLayer
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
@@ -33,7 +36,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
-L = TypeVar("L", bound="_Linears")
+LinearsT = TypeVar("LinearsT", bound="_Linears")
 Activation = Callable[[torch.Tensor], torch.Tensor]
 _CONFIGS: Final[dict[str, Any]] = {
     "llava": LlavaConfig,
@@ -47,11 +50,11 @@ class Llava:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
-        return _tower(checkpoint, AnyTiles(most=1), dtype, device)
+        return _load_tile_tower(checkpoint, AnyTiles(max_tiles=1), dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlavaProjector:
-        linears, activation = _linears(checkpoint, _Linears, dtype, device)
+        linears, activation = _load_linears(checkpoint, _Linears, dtype, device)
         return LlavaProjector(linears, activation=activation)
 
 
@@ -63,14 +66,14 @@ class LlavaTiles:
         config = _config(checkpoint)
         resolutions = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
         tiling = PinpointTiling(resolutions, config.vision_config.image_size)
-        return _tower(checkpoint, tiling, dtype, device)
+        return _load_tile_tower(checkpoint, tiling, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileProjector:
         vision = _config(checkpoint).vision_config
         most = checkpoint.family.projector_spec(checkpoint.config).get("most_tiles")
-        linears, activation = _linears(checkpoint, _LinearsAndNewline, dtype, device)
-        packing = RowPacking(patches_a_side=vision.image_size // vision.patch_size, most_tiles=most)
+        linears, activation = _load_linears(checkpoint, _LinearsAndNewline, dtype, device)
+        packing = RowPacking(patches_per_side=vision.image_size // vision.patch_size, max_tiles=most)
         return TileProjector(linears, packing, activation=activation)
 
 
@@ -97,8 +100,8 @@ class RowPacking:
     """Converts an image's projected tiles to rows for the LLM: first the rows of the downscaled whole image,
     then the tiles line by line."""
 
-    patches_a_side: int
-    most_tiles: int | None
+    patches_per_side: int
+    max_tiles: int | None
     """Maximum number of tiles, or None for no limit. An image with more patches than these tiles contain is
     downscaled."""
 
@@ -111,21 +114,21 @@ class RowPacking:
             newline: Row that ends each line, of shape (hidden,).
         """
         tiles, down, across, height, width = geometry
-        side = self.patches_a_side
+        side = self.patches_per_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
         # (hidden, down * side, across * side): the tiles as one plane
         plane = parts.view(down, across, side, side, -1).permute(4, 0, 2, 1, 3)
         plane = unpad_image(plane.reshape(-1, down * side, across * side), (height, width))
-        plane = self._shrunk(plane)
+        plane = self._downscale(plane)
         ends = newline[:, None, None].expand(len(newline), plane.shape[1], 1)
         lines = torch.cat((plane, ends), dim=-1).flatten(1).T
         return torch.cat((whole, lines))
 
-    def _shrunk(self, plane: torch.Tensor) -> torch.Tensor:
-        if self.most_tiles is None:
+    def _downscale(self, plane: torch.Tensor) -> torch.Tensor:
+        if self.max_tiles is None:
             return plane
         height, width = plane.shape[1:]
-        ratio = math.sqrt(height * width / (self.most_tiles * self.patches_a_side**2))
+        ratio = math.sqrt(height * width / (self.max_tiles * self.patches_per_side**2))
         if ratio <= 1.1:  # transformers' and vLLM's threshold
             return plane
         size = [int(height // ratio), int(width // ratio)]
@@ -136,17 +139,17 @@ class TileProjector:
     """Projector for images of several tiles: (tiles * side², width) -> (rows of the image, hidden_size)."""
 
     def __init__(self, linears: _LinearsAndNewline, packing: RowPacking, *, activation: Activation) -> None:
-        self._rows = LlavaProjector(linears, activation=activation)
+        self._row_projector = LlavaProjector(linears, activation=activation)
         self._newline = linears.newline
         self._packing = packing
 
     @property
     def hidden_size(self) -> int:
-        return self._rows.hidden_size
+        return self._row_projector.hidden_size
 
     @torch.inference_mode()
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        made = self._rows.project(features, items)
+        made = self._row_projector.project(features, items)
         return [
             self._packing(rows, item.geometry, self._newline) for rows, item in zip(made, items, strict=True)
         ]
@@ -169,20 +172,22 @@ def _config(checkpoint: Checkpoint) -> Any:
     return _CONFIGS[checkpoint.family.name].from_dict(checkpoint.config)
 
 
-def _tower(checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, device: torch.device) -> TileTower:
+def _load_tile_tower(
+    checkpoint: Checkpoint, tiling: TilingRule, dtype: torch.dtype, device: torch.device
+) -> TileTower:
     cut = checkpoint.family.tower_spec(checkpoint.config)
     vision = _config(checkpoint).vision_config
     vision._attn_implementation = "sdpa"
     first_row = 0 if cut["feature_select"] == "full" else 1
     with torch.device("meta"):
         layers = VitLayers(vision, taps=cut["feature_layers"], first_row=first_row)
-    fill(layers, checkpoint, dtype, device)
+    fill_vit_weights(layers, checkpoint, dtype, device)
     return TileTower(layers, tiling, dtype=dtype, device=device)
 
 
-def _linears(
-    checkpoint: Checkpoint, kind: type[L], dtype: torch.dtype, device: torch.device
-) -> tuple[L, Activation]:
+def _load_linears(
+    checkpoint: Checkpoint, kind: type[LinearsT], dtype: torch.dtype, device: torch.device
+) -> tuple[LinearsT, Activation]:
     config = _config(checkpoint)
     taps = checkpoint.family.tower_spec(checkpoint.config)["feature_layers"]
     with torch.device("meta"):
@@ -226,7 +231,7 @@ class VitLayers(nn.Module):
         return (self.embeddings.patch_embedding.in_channels, side, side)
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         return int(self.embeddings.num_positions)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -242,13 +247,15 @@ class VitLayers(nn.Module):
         return out if self.post_layernorm is None else self.post_layernorm(out)
 
 
-def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+def fill_vit_weights(
+    layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> None:
     """Load the tower's weights into layers that were created on the meta device. Raises the same errors as
     `fill_weights`.
     """
     fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # `position_ids` is not a weight, so it is still on the meta device.
-    layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
+    layers.embeddings.position_ids = torch.arange(layers.num_positions, device=device)[None]
 
 
 def _norm(config: VitConfig) -> nn.LayerNorm:
@@ -264,7 +271,7 @@ class Gemma3:
         config.vision_config._attn_implementation = "sdpa"
         with torch.device("meta"):
             layers = _PooledLayers(config)
-        fill(layers, checkpoint, dtype, device)
+        fill_vit_weights(layers, checkpoint, dtype, device)
         return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
 
     @staticmethod
@@ -318,3 +325,102 @@ class _Projection(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.mm_soft_emb_norm(rows) @ self.mm_input_projection_weight
+
+
+class InternVl:
+    """Loads an InternVL checkpoint in transformers' layout ("-hf")."""
+
+    @staticmethod
+    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
+        config = InternVLConfig.from_dict(checkpoint.config)
+        config.vision_config._attn_implementation = "sdpa"
+        # The mask token is used only in training. It is not loaded.
+        config.vision_config.use_mask_token = False
+        with torch.device("meta"):
+            layers = _Layers(config)
+        fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+        return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
+
+    @staticmethod
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> InternVlProjector:
+        config = InternVLConfig.from_dict(checkpoint.config)
+        with torch.device("meta"):
+            linears = _NormAndLinears(
+                config.vision_config.hidden_size * _fold_factor(config) ** 2, config.text_config.hidden_size
+            )
+        fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+        return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
+
+
+class InternVlProjector:
+    """Projector: (rows, 4 * width) -> (rows, hidden_size)."""
+
+    def __init__(
+        self, linears: _NormAndLinears, *, activation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._linears = linears
+        self._activation = activation
+
+    @property
+    def hidden_size(self) -> int:
+        return self._linears.linear_2.out_features
+
+    @torch.inference_mode()
+    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
+        rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
+        inner = self._linears.linear_1(self._linears.layer_norm(rows))
+        return list(self._linears.linear_2(self._activation(inner)).split([len(f) for f in features]))
+
+
+class _Layers(nn.Module):
+    """Tower: (tiles, 3, side, side) -> (tiles, rows / 4, 4 * width). Attribute names are the checkpoint's
+    tensor names."""
+
+    def __init__(self, config: InternVLConfig) -> None:
+        super().__init__()
+        vision = config.vision_config
+        self.embeddings = InternVLVisionEmbeddings(vision)
+        layers = nn.ModuleList(InternVLVisionLayer(vision) for _ in range(vision.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layer": layers})
+        norm = nn.LayerNorm(vision.hidden_size, eps=vision.layer_norm_eps)
+        self.layernorm = None if vision.use_mean_pooling else norm
+        self._fold = _fold_factor(config)
+
+    @property
+    def tile_shape(self) -> tuple[int, int, int]:
+        patches = self.embeddings.patch_embeddings
+        height, width = patches.image_size
+        return (patches.num_channels, height, width)
+
+    @property
+    def num_positions(self) -> int:
+        return int(self.embeddings.patch_embeddings.num_patches) + 1
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embeddings(pixels)
+        for layer in self.encoder["layer"].children():
+            hidden = layer(hidden)
+        if self.layernorm is not None:
+            hidden = self.layernorm(hidden)
+        return self._fold_rows(hidden[:, 1:])
+
+    def _fold_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows with neighbours concatenated along the width, in the same order as transformers'
+        `pixel_shuffle`."""
+        fold = self._fold
+        down, across = self.embeddings.patch_embeddings.patch_shape
+        # (tiles, down/fold, fold, across/fold, fold, width): the row within a fold precedes its column
+        cells = rows.reshape(len(rows), down // fold, fold, across // fold, fold, -1)
+        return cells.permute(0, 1, 3, 2, 4, 5).reshape(len(rows), down * across // fold**2, -1)
+
+
+class _NormAndLinears(nn.Module):
+    def __init__(self, inner: int, hidden: int) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(inner)
+        self.linear_1 = nn.Linear(inner, hidden)
+        self.linear_2 = nn.Linear(hidden, hidden)
+
+
+def _fold_factor(config: InternVLConfig) -> int:
+    return int(1 / config.downsample_ratio)

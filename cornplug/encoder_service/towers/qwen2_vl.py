@@ -64,7 +64,7 @@ class Qwen2Vl:
                 spatial_merge_size=config.spatial_merge_size,
             )
         fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
-        return Qwen2VlMerger(merger, hidden_size=config.hidden_size, merge=config.spatial_merge_size)
+        return Qwen2VlMerger(merger, hidden_size=config.hidden_size, merge_size=config.spatial_merge_size)
 
 
 class Qwen2VlTower:
@@ -82,18 +82,18 @@ class Qwen2VlTower:
     ) -> None:
         self._blocks = blocks
         self._rotary = RotaryTable(rotary)
-        self._inputs = PatchInputs.of(config, dtype)
+        self._inputs = PatchInputs.from_config(config, dtype)
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        return self._inputs.item(inputs)
+        return self._inputs.prepare_item(inputs)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = pack_items(items, self._device)
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
-        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge))
-        segments = SegmentOffsets(frames(grids), self._device)
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge_size))
+        segments = SegmentOffsets(frame_lengths(grids), self._device)
         for block in self._blocks.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
         return list(hidden.split([item.tokens for item in items]))
@@ -102,11 +102,11 @@ class Qwen2VlTower:
 class Qwen2VlMerger:
     """Projector: (patches, width) -> (patches / merge², hidden_size). Also used by Qwen2.5-VL."""
 
-    def __init__(self, merger: nn.Module, *, hidden_size: int, merge: int) -> None:
+    def __init__(self, merger: nn.Module, *, hidden_size: int, merge_size: int) -> None:
         self._merger = merger
         self._device = next(merger.parameters()).device
         self._hidden_size = hidden_size
-        self._patches_a_row = merge**2
+        self._patches_per_row = merge_size**2
 
     @property
     def hidden_size(self) -> int:
@@ -116,7 +116,7 @@ class Qwen2VlMerger:
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._device) for f in features])
         out: torch.Tensor = self._merger(rows)
-        return list(out.split([len(f) // self._patches_a_row for f in features]))
+        return list(out.split([len(f) // self._patches_per_row for f in features]))
 
 
 class _Qwen2Blocks(nn.Module):
@@ -140,45 +140,48 @@ def _vision_config(checkpoint: Checkpoint) -> Qwen2VLVisionConfig:
     return config.vision_config
 
 
-_IMAGE: Final = ("pixel_values", "image_grid_thw")
-_VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
+_IMAGE_INPUTS: Final = ("pixel_values", "image_grid_thw")
+_VIDEO_INPUTS: Final = ("pixel_values_videos", "video_grid_thw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchInputs:
     """Validates the patches of media items. Thread-safe."""
 
-    values: int
+    values_per_patch: int
     """Number of values per patch: channels * temporal patch * height * width."""
-    merge: int
+    merge_size: int
     """Number of patches per side of the square that is merged into one row."""
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
+    def from_config(cls, config: Any, dtype: torch.dtype) -> PatchInputs:
         """Create the validator for a tower with this transformers vision config."""
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
+        return cls(values_per_patch=values, merge_size=config.spatial_merge_size, dtype=dtype)
 
-    def item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
+    def prepare_item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """Validate one media item's inputs and return its `TowerItem`.
 
         The inputs are `pixel_values` (patches, values) and `image_grid_thw` (3,), or the equivalent fields of
         a video. Raises EncoderRefused("bad_input").
         """
-        names = _VIDEO if any(name in inputs for name in _VIDEO) else _IMAGE
-        base.check_names(inputs, names)
-        grid = base.checked(names[1], inputs[names[1]], base.INTEGERS).to(torch.int64)
+        names = _VIDEO_INPUTS if any(name in inputs for name in _VIDEO_INPUTS) else _IMAGE_INPUTS
+        base.check_input_names(inputs, names)
+        grid = base.validate_input(names[1], inputs[names[1]], base.INTEGER_DTYPES).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
             raise base.bad_input(names[1], f"shape must be (3,) for one medium, not {tuple(grid.shape)}")
         t, h, w = grid.reshape(3).tolist()
-        if min(t, h, w) <= 0 or h % self.merge or w % self.merge:
-            raise base.bad_input(names[1], f"{t, h, w}: height and width must be multiples of {self.merge}")
-        pixels = base.checked(names[0], inputs[names[0]], base.FLOATS)
-        if tuple(pixels.shape) != (t * h * w, self.values):
+        if min(t, h, w) <= 0 or h % self.merge_size or w % self.merge_size:
+            raise base.bad_input(
+                names[1], f"{t, h, w}: height and width must be multiples of {self.merge_size}"
+            )
+        pixels = base.validate_input(names[0], inputs[names[0]], base.FLOAT_DTYPES)
+        if tuple(pixels.shape) != (t * h * w, self.values_per_patch):
             raise base.bad_input(
                 names[0],
-                f"shape must be {(t * h * w, self.values)} for grid {t, h, w}, not {tuple(pixels.shape)}",
+                f"shape must be {(t * h * w, self.values_per_patch)} for grid {t, h, w}, "
+                f"not {tuple(pixels.shape)}",
             )
         pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
         return TowerItem(
@@ -193,7 +196,7 @@ def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.
     return pixels, torch.cat([item.tensors[1] for item in items])
 
 
-def frames(grids: torch.Tensor) -> list[int]:
+def frame_lengths(grids: torch.Tensor) -> list[int]:
     """Return the number of patches of each frame. Attention does not cross frames."""
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
 
@@ -246,7 +249,7 @@ class Qwen25Vl:
                 dim=config.out_hidden_size, context_dim=config.hidden_size, spatial_merge_size=merge
             )
         fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
-        return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge=merge)
+        return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge_size=merge)
 
 
 class Qwen25VlTower:
@@ -264,44 +267,44 @@ class Qwen25VlTower:
     ) -> None:
         self._blocks = blocks
         self._rotary = RotaryTable(rotary)
-        self._inputs = PatchInputs.of(config, dtype)
+        self._inputs = PatchInputs.from_config(config, dtype)
         self._patch_size = int(config.patch_size)
         self._window_size = config.window_size
-        self._whole_frames = frozenset(config.fullatt_block_indexes)
+        self._full_attention_blocks = frozenset(config.fullatt_block_indexes)
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        return self._inputs.item(inputs)
+        return self._inputs.prepare_item(inputs)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = pack_items(items, self._device)
-        order, lengths = self._windows(grids)
+        order, lengths = self._order_by_window(grids)
         windows = SegmentOffsets(lengths, self._device)
-        whole = SegmentOffsets(frames(grids), self._device)
+        whole = SegmentOffsets(frame_lengths(grids), self._device)
         # From here on the patches of a window are contiguous. The order of frames does not change.
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)[order.to(self._device)]
-        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge)[order])
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge_size)[order])
         for number, block in enumerate(self._blocks.blocks):
-            segments = whole if number in self._whole_frames else windows
+            segments = whole if number in self._full_attention_blocks else windows
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
         back = torch.argsort(order).to(self._device)
         return list(hidden[back].split([item.tokens for item in items]))
 
-    def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def _order_by_window(self, grids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Return (order that sorts all items' patches by window, number of patches of each window).
 
         Within a frame, whole windows come before windows that are cut at an edge, so that windows of equal
         size are adjacent.
         """
-        merge = self._inputs.merge
+        merge = self._inputs.merge_size
         groups, ends = get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=self._window_size, patch_size=self._patch_size
         )
         # transformers numbers groups of merge² patches. The patches of a group stay together.
         order = (groups[:, None] * merge**2 + torch.arange(merge**2)).reshape(-1)
         lengths = ends.diff()
-        frame = torch.searchsorted(torch.tensor(frames(grids)).cumsum(0), ends[1:])
+        frame = torch.searchsorted(torch.tensor(frame_lengths(grids)).cumsum(0), ends[1:])
         longest = int(lengths.max())
         ranks = torch.argsort(frame * (longest + 1) + longest - lengths, stable=True)
         windows = order.split(lengths.tolist())

@@ -30,7 +30,7 @@ from cornplug.encoder_service.towers.qwen2_vl import (
     PatchInputs,
     RotaryTable,
     embed_patches,
-    frames,
+    frame_lengths,
     pack_items,
 )
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
@@ -73,20 +73,20 @@ class Qwen3VlTower:
     ) -> None:
         self._blocks = blocks
         self._rotary = RotaryTable(rotary)
-        self._inputs = PatchInputs.of(config, dtype)
+        self._inputs = PatchInputs.from_config(config, dtype)
         self._levels = frozenset(config.deepstack_visual_indexes)
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        return self._inputs.item(inputs)
+        return self._inputs.prepare_item(inputs)
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         pixels, grids = pack_items(items, self._device)
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
-        hidden = hidden + self._blocks.positions(grids, self._inputs.merge).to(hidden.dtype)
-        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge))
-        segments = SegmentOffsets(frames(grids), self._device)
+        hidden = hidden + self._blocks.interpolate_positions(grids, self._inputs.merge_size).to(hidden.dtype)
+        cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge_size))
+        segments = SegmentOffsets(frame_lengths(grids), self._device)
         levels = []
         for number, block in enumerate(self._blocks.blocks):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=cos_sin)
@@ -102,7 +102,7 @@ class Qwen3VlMergers:
         self._mergers = mergers
         self._device = next(mergers.parameters()).device
         self._hidden_size = config.out_hidden_size * (1 + len(config.deepstack_visual_indexes))
-        self._patches_a_row = config.spatial_merge_size**2
+        self._patches_per_row = config.spatial_merge_size**2
 
     @property
     def hidden_size(self) -> int:
@@ -114,7 +114,7 @@ class Qwen3VlMergers:
         mergers = [self._mergers.last, *self._mergers.deepstack]
         layers = rows.chunk(len(mergers), dim=-1)
         merged = [merger(layer.contiguous()) for merger, layer in zip(mergers, layers, strict=True)]
-        return list(torch.cat(merged, dim=-1).split([len(f) // self._patches_a_row for f in features]))
+        return list(torch.cat(merged, dim=-1).split([len(f) // self._patches_per_row for f in features]))
 
 
 class _Qwen3Blocks(nn.Module):
@@ -128,7 +128,7 @@ class _Qwen3Blocks(nn.Module):
         for block in self.blocks:
             block.attn = PackedAttention(config.hidden_size, config.num_heads)
 
-    def positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
+    def interpolate_positions(self, grids: torch.Tensor, merge: int) -> torch.Tensor:
         """Return the learned position table, which is square, interpolated to each grid. The result has shape
         (patches, width) and is float32."""
         table = self.pos_embed.weight

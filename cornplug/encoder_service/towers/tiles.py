@@ -15,7 +15,7 @@ from transformers.image_processing_utils import select_best_resolution
 from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 
-_LONGEST_SIDE: Final = 1 << 24
+_MAX_SIDE: Final = 1 << 24
 
 
 class TileLayers(Protocol):
@@ -26,7 +26,7 @@ class TileLayers(Protocol):
         """(channels, height, width) of a tile."""
 
     @property
-    def positions(self) -> int:
+    def num_positions(self) -> int:
         """Number of rows per tile that attention processes."""
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor: ...
@@ -36,10 +36,10 @@ class TilingRule(Protocol):
     """Rule that determines an image's number of tiles, and the geometry that the projector needs."""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def input_names(self) -> tuple[str, ...]:
         """Names of the tower's inputs under this rule."""
 
-    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
+    def compute_geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         """Return the number of tiles to compute, out of `tiles`, followed by the values that the projector
         needs.
 
@@ -49,14 +49,16 @@ class TilingRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyTiles:
-    """Rule that uses all tiles of the input, and rejects an input with more than `most` tiles."""
+    """Rule that uses all tiles of the input, and rejects an input with more than `max_tiles` tiles."""
 
-    most: int | None = None
-    names: tuple[str, ...] = ("pixel_values",)
+    max_tiles: int | None = None
+    input_names: tuple[str, ...] = ("pixel_values",)
 
-    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
-        if self.most is not None and tiles > self.most:
-            raise base.bad_input("pixel_values", f"shape: at most {self.most} tiles are allowed, not {tiles}")
+    def compute_geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
+        if self.max_tiles is not None and tiles > self.max_tiles:
+            raise base.bad_input(
+                "pixel_values", f"shape: at most {self.max_tiles} tiles are allowed, not {tiles}"
+            )
         return (tiles,)
 
 
@@ -72,14 +74,14 @@ class PinpointTiling:
     resolutions: tuple[tuple[int, int], ...]
     """Supported resolutions as (height, width), both multiples of `side`."""
     side: int
-    names: tuple[str, ...] = ("pixel_values", "image_sizes")
+    input_names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
-    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
-        size = base.checked("image_sizes", inputs["image_sizes"], base.INTEGERS)
+    def compute_geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
+        size = base.validate_input("image_sizes", inputs["image_sizes"], base.INTEGER_DTYPES)
         if tuple(size.shape) not in ((2,), (1, 2)):
             raise base.bad_input("image_sizes", f"shape must be (2,) for one image, not {tuple(size.shape)}")
         height, width = (int(side) for side in size.reshape(2).tolist())
-        if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
+        if not (0 < height <= _MAX_SIDE and 0 < width <= _MAX_SIDE):
             raise base.bad_input("image_sizes", f"{height} x {width} is not a valid image size")
         best = select_best_resolution((height, width), self.resolutions)
         down, across = best[0] // self.side, best[1] // self.side
@@ -103,8 +105,8 @@ class TileTower:
         self._device = device
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        base.check_names(inputs, self._tiling.names)
-        pixels = base.checked("pixel_values", inputs["pixel_values"], base.FLOATS)
+        base.check_input_names(inputs, self._tiling.input_names)
+        pixels = base.validate_input("pixel_values", inputs["pixel_values"], base.FLOAT_DTYPES)
         wanted = self._layers.tile_shape
         if pixels.ndim == 5 and pixels.shape[0] == 1:
             pixels = pixels[0]
@@ -115,11 +117,11 @@ class TileTower:
                 "pixel_values",
                 f"shape must be (tiles, {', '.join(map(str, wanted))}), not {tuple(pixels.shape)}",
             )
-        geometry = self._tiling.geometry(inputs, len(pixels))
+        geometry = self._tiling.compute_geometry(inputs, len(pixels))
         pixels = pixels[: geometry[0]].to(self._dtype).contiguous()
         return TowerItem(
             tensors=(pixels,),
-            tokens=len(pixels) * self._layers.positions,
+            tokens=len(pixels) * self._layers.num_positions,
             geometry=geometry,
         )
 

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from cornplug.encoder_service.towers.tower_turn import between_layers
+from cornplug.encoder_service.towers.base import between_layers
 
 _MAX_HEAD_DIM: Final = 256
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _AMPERE: Final = (8, 0)
 _LONG_ROWS: Final = 8192
-_PART_ROWS: Final = 4096
+_CHUNK_ROWS: Final = 4096
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -66,8 +66,8 @@ class SegmentOffsets:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: SegmentOffsets) -> torch.Tensor:
     """Return full attention inside each segment. All tensors have shape (rows, heads, head_dim). The scale is
     head_dim ** -0.5."""
-    if q.is_cuda and suits_kernel(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
-        kernel = kernel_attention()
+    if q.is_cuda and is_kernel_supported(q.dtype, q.shape[-1], torch.cuda.get_device_capability(q.device)):
+        kernel = load_kernel_attention()
         if kernel is not None:
             return kernel(q, k, v, segments)
     return batched_attention(q, k, v, segments)
@@ -81,11 +81,11 @@ def batched_attention(
     for length, rows in segments.runs:
         # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
         parts = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-        made.append(_interruptible(*parts).transpose(1, 2).flatten(0, 1))
+        made.append(_interruptible_sdpa(*parts).transpose(1, 2).flatten(0, 1))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _interruptible_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return the SDPA of q, k and v.
 
     On a CPU, long segments are computed in parts, so that another pass may run in between. For an image of 12
@@ -95,26 +95,26 @@ def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     if q.is_cuda or rows <= _LONG_ROWS:
         return scaled_dot_product_attention(q, k, v)
     made = torch.empty_like(q)
-    parts = -(-rows // _PART_ROWS)
+    parts = -(-rows // _CHUNK_ROWS)
     for queries, out in zip(q.tensor_split(parts, -2), made.tensor_split(parts, -2), strict=True):
         between_layers()
         out.copy_(scaled_dot_product_attention(queries, k, v))
     return made
 
 
-def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
+def is_kernel_supported(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
     """Return whether FlashAttention-2's variable-length kernels, in torch and in flash_attn, support this
     dtype, head dimension and CUDA capability."""
     return dtype in _HALVES and head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM and capability >= _AMPERE
 
 
 @cache
-def kernel_attention() -> Kernel | None:
+def load_kernel_attention() -> Kernel | None:
     """Return a version of `attention` with torch's own kernel (2.10 and newer), or with flash_attn's kernel
     if torch has none. Return None if neither is installed."""
-    varlen = _function("torch.nn.attention.varlen", "varlen_attn")
+    varlen = _import_function("torch.nn.attention.varlen", "varlen_attn")
     if varlen is None:
-        varlen = _function("flash_attn", "flash_attn_varlen_func")
+        varlen = _import_function("flash_attn", "flash_attn_varlen_func")
     if varlen is None:
         return None
     call: Kernel = varlen
@@ -126,7 +126,7 @@ def kernel_attention() -> Kernel | None:
     return run
 
 
-def _function(module: str, name: str) -> Any:
+def _import_function(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -39,14 +39,13 @@ class Ultravox:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> UltravoxTower:
-        encoder = WhisperEncoder.load(checkpoint, dtype, device)
-        return UltravoxTower(encoder, WhisperShape.of(checkpoint), dtype=dtype, device=device)
+        return UltravoxTower.load(checkpoint, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> StackingProjector:
         spec = checkpoint.family.projector_spec(checkpoint.config)
         # The config with the LLM's width may be in another checkpoint, so use the shape of a tensor.
-        out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
+        out = checkpoint.tensor_shapes("projector").get("linear_2.weight", (0,))[0]
         with torch.device("meta"):
             module = _Projector(spec, out)
         fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
@@ -57,9 +56,8 @@ class Ultravox:
         return ChunkedLogMel(preprocessor)
 
 
-class UltravoxTower:
-    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
-    -> (chunks x rows, width)."""
+class _WhisperTower:
+    """Whisper's encoder on one device, the common part of the towers."""
 
     def __init__(
         self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
@@ -69,10 +67,20 @@ class UltravoxTower:
         self._dtype = dtype
         self._device = device
 
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Self:
+        encoder = WhisperEncoder.load(checkpoint, dtype, device)
+        return cls(encoder, WhisperShape.from_checkpoint(checkpoint), dtype=dtype, device=device)
+
+
+class UltravoxTower(_WhisperTower):
+    """Tower for `audio_features` (chunks, bins, frames) and `audio_lens` (chunks,)
+    -> (chunks x rows, width)."""
+
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        base.check_names(inputs, ("audio_features", "audio_lens"))
-        mels = base.checked("audio_features", inputs["audio_features"], base.FLOATS)
-        lens = base.checked("audio_lens", inputs["audio_lens"], base.INTEGERS).reshape(-1)
+        base.check_input_names(inputs, ("audio_features", "audio_lens"))
+        mels = base.validate_input("audio_features", inputs["audio_features"], base.FLOAT_DTYPES)
+        lens = base.validate_input("audio_lens", inputs["audio_lens"], base.INTEGER_DTYPES).reshape(-1)
         if mels.ndim != 3 or mels.shape[1] != self._shape.num_mel_bins:
             want = ("chunks", self._shape.num_mel_bins, "frames")
             raise base.bad_input("audio_features", f"shape must be {want}, not {tuple(mels.shape)}")
@@ -87,11 +95,11 @@ class UltravoxTower:
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()
         lens = lens.to(torch.int64)
-        rows = _rows(frames)
+        rows = _rows_after_convolution(frames)
         return TowerItem(
             tensors=(mels, lens),
             tokens=chunks * rows,
-            geometry=(rows, *(_rows(length) for length in lens.tolist())),
+            geometry=(rows, *(_rows_after_convolution(length) for length in lens.tolist())),
         )
 
     @torch.inference_mode()
@@ -101,9 +109,9 @@ class UltravoxTower:
         for item in items:
             rows, *valid = item.geometry
             for mel, own in zip(item.tensors[0].to(self._device), valid, strict=True):
-                begun.append(self._encoder.rows(mel, rows))
+                begun.append(self._encoder.embed_mel(mel, rows))
                 lengths += [own, rows - own] if own < rows else [rows]
-        hidden: torch.Tensor = self._encoder.layer_norm(self._encoder.run(torch.cat(begun), lengths))
+        hidden: torch.Tensor = self._encoder.layer_norm(self._encoder.run_layers(torch.cat(begun), lengths))
         return list(hidden.split([item.tokens for item in items]))
 
 
@@ -121,11 +129,11 @@ class StackingProjector:
     @torch.inference_mode()
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         device = self._module.ln_pre.weight.device
-        stacks = [self._stacked(f.to(device), item) for f, item in zip(features, items, strict=True)]
+        stacks = [self._stack_rows(f.to(device), item) for f, item in zip(features, items, strict=True)]
         out: torch.Tensor = self._module(torch.cat(stacks))
         return list(out.split([len(stack) for stack in stacks]))
 
-    def _stacked(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
+    def _stack_rows(self, features: torch.Tensor, item: TowerItem) -> torch.Tensor:
         """Concatenate every `stack` consecutive rows of an item, and drop results that contain only padding.
         Return shape (tokens, width x stack)."""
         rows, *valid = item.geometry
@@ -152,7 +160,7 @@ class _Projector(nn.Module):
             self.ln_mid = nn.RMSNorm(middle, eps=_RMS_EPS)
         else:
             self.ln_post = nn.RMSNorm(out, eps=_RMS_EPS)
-        self._middle = bool(spec["projector_ln_mid"])
+        self._has_middle_norm = bool(spec["projector_ln_mid"])
         self._act = None if self._gated else ACT2FN[spec["projector_act"]]
 
     def forward(self, stacks: torch.Tensor) -> torch.Tensor:
@@ -162,14 +170,14 @@ class _Projector(nn.Module):
             hidden = value * functional.silu(gate)
         else:
             hidden = self._act(hidden)
-        if self._middle:
+        if self._has_middle_norm:
             hidden = self.ln_mid(hidden)
         hidden = self.linear_2(hidden)
-        out: torch.Tensor = hidden if self._middle else self.ln_post(hidden)
+        out: torch.Tensor = hidden if self._has_middle_norm else self.ln_post(hidden)
         return out
 
 
-def _rows(frames: int) -> int:
+def _rows_after_convolution(frames: int) -> int:
     """Return the number of rows after the convolution of stride two."""
     return (frames - 1) // 2 + 1
 
@@ -188,7 +196,7 @@ class WhisperShape:
     max_source_positions: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> WhisperShape:
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> WhisperShape:
         spec = checkpoint.family.tower_spec(checkpoint.config)
         shape = cls(**{name: spec[name] for name in cls.__slots__})
         if shape.d_model % shape.encoder_attention_heads or shape.activation_function not in ACT2FN:
@@ -219,17 +227,17 @@ class WhisperEncoder(nn.Module):
     @classmethod
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> WhisperEncoder:
         with torch.device("meta"):
-            encoder = cls(WhisperShape.of(checkpoint))
+            encoder = cls(WhisperShape.from_checkpoint(checkpoint))
         fill_weights(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
         return encoder
 
-    def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
+    def embed_mel(self, mel: torch.Tensor, count: int) -> torch.Tensor:
         """Return the first `count` rows of the layers' input for one mel spectrogram (bins, frames)."""
         hidden = functional.gelu(self.conv1(mel[None]))
         hidden = functional.gelu(self.conv2(hidden))[0, :, :count]
         return hidden.T + self.embed_positions.weight[:count]
 
-    def run(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def run_layers(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Run the layers without the final norm. `lengths` has the number of rows of each segment, and
         attention does not cross segments."""
         segments = varlen_attention.SegmentOffsets(lengths, hidden.device)
@@ -278,14 +286,15 @@ class Qwen2Audio:
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2AudioTower:
-        encoder = WhisperEncoder.load(checkpoint, dtype, device)
-        return Qwen2AudioTower(encoder, WhisperShape.of(checkpoint), dtype=dtype, device=device)
+        return Qwen2AudioTower.load(checkpoint, dtype, device)
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LinearProjector:
-        hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
+        hidden = checkpoint.tensor_shapes("projector").get("linear.bias", (0,))[0]
         with torch.device("meta"):
-            module = nn.ModuleDict({"linear": nn.Linear(WhisperShape.of(checkpoint).d_model, hidden)})
+            module = nn.ModuleDict(
+                {"linear": nn.Linear(WhisperShape.from_checkpoint(checkpoint).d_model, hidden)}
+            )
         fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return LinearProjector(module)
 
@@ -294,23 +303,15 @@ class Qwen2Audio:
         return PaddedLogMel(preprocessor)
 
 
-class Qwen2AudioTower:
+class Qwen2AudioTower(_WhisperTower):
     """Tower for `input_features` (bins, frames) and `feature_attention_mask` (frames,)
     -> (rows / 2, width)."""
 
-    def __init__(
-        self, encoder: WhisperEncoder, shape: WhisperShape, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._encoder = encoder
-        self._shape = shape
-        self._dtype = dtype
-        self._device = device
-
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        base.check_names(inputs, ("input_features", "feature_attention_mask"))
-        mel = base.checked("input_features", inputs["input_features"], base.FLOATS)
-        mask = base.checked(
-            "feature_attention_mask", inputs["feature_attention_mask"], base.INTEGERS
+        base.check_input_names(inputs, ("input_features", "feature_attention_mask"))
+        mel = base.validate_input("input_features", inputs["input_features"], base.FLOAT_DTYPES)
+        mask = base.validate_input(
+            "feature_attention_mask", inputs["feature_attention_mask"], base.INTEGER_DTYPES
         ).reshape(-1)
         want = (self._shape.num_mel_bins, self._shape.max_frames)
         if tuple(mel.shape) not in (want, (1, *want)):
@@ -332,8 +333,8 @@ class Qwen2AudioTower:
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         lengths = [item.tokens for item in items]
-        begun = [self._encoder.rows(item.tensors[0].to(self._device), item.tokens) for item in items]
-        hidden = self._encoder.run(torch.cat(begun), lengths)
+        begun = [self._encoder.embed_mel(item.tensors[0].to(self._device), item.tokens) for item in items]
+        hidden = self._encoder.run_layers(torch.cat(begun), lengths)
         # Average pairs of rows. An odd last row is dropped, as in average pooling.
         pairs = [part[: len(part) // 2 * 2].unflatten(0, (-1, 2)).mean(1) for part in hidden.split(lengths)]
         normed: torch.Tensor = self._encoder.layer_norm(torch.cat(pairs))

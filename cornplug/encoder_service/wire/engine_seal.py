@@ -1,4 +1,6 @@
-"""Seals engines' requests over HTTP. Only processes that have `store.secret_file` can send requests and
+"""Seals and signatures made with the store's secret, and the forms of an embedding outside the store.
+
+Engines' requests over HTTP are sealed. Only processes that have `store.secret_file` can send requests and
 replies, and read them.
 
     engine  ── Authorization: Cornplug-Engine base64(time, salt, proof); body sealed under the salt ─> service
@@ -17,6 +19,16 @@ image's tokens and therefore the KV. A receiver that has the secret may compute 
 statement, and share KV under these keys. An embedding without a valid statement is used as in SGLang without
 cornplug. Neither the embedding nor KV that depends on it is shared. `sign` and `is_signed` create and check
 the signatures in all of the service's signed formats.
+
+An embedding outside the store is a safetensors file or a handle. The file's tensor is named "embedding". The
+other fields of a reply are JSON, under "cornplug" in the file's metadata
+(https://github.com/huggingface/safetensors#format).
+
+A handle is a signed text that an app sends to an engine instead of an image. It contains the model's
+identity, the digest of the media item, and the key of the embedding in the store. It is signed with the
+store's secret. An app can therefore read a handle but not change it, and every process that has the secret
+accepts it. The engine computes the embedding key itself, from the handle's claims and the request's
+`cache_salt`.
 """
 
 from __future__ import annotations
@@ -32,31 +44,40 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
+import msgspec
+
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, WireTensor
 from cornplug.errors import CodecError, EncoderRefused, EncoderUnavailable
-from cornplug.identity import DIGEST_BYTES, digest, keyed
+from cornplug.identity import DIGEST_BYTES, digest, keyed_digest
 from cornplug.store.disk.record_format import derive_key
 
-PATH: Final = "/v1/engine"
+ENGINE_PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"
 SCHEME: Final = "Cornplug-Engine "
 MAX_AGE_S: Final = 60.0
 """Maximum difference in seconds between the time in a proof and the service's clock, in either direction."""
-MAX_SEEN: Final = 1 << 16
+MAX_SEEN_SALTS: Final = 1 << 16
 """Maximum number of remembered salts. If a request whose salt was forgotten is replayed, this costs a tower
 pass."""
 _PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
-_ASK: Final = b"cornplug engine request 1"
-_ANSWER: Final = b"cornplug engine answer 1"
+_REQUEST_DIRECTION: Final = b"cornplug engine request 1"
+_REPLY_DIRECTION: Final = b"cornplug engine answer 1"
 _SALT_BYTES: Final = 32
 _HEAD: Final = struct.Struct("<d32s")
 _VERSION: Final = struct.Struct("<I")
 _NONCE: Final = bytes(12)
+_TENSOR: Final = "embedding"
+_FIELDS: Final = "cornplug"
+_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Name of each dtype in safetensors, by torch's name."""
+_ALIGNMENT_BYTES: Final = 8
+_HANDLE_DOMAIN: Final = "cornplug-embedding-handle-v1"
 
 
-class SealBroken(Exception):
+class InvalidSeal(Exception):
     """Raised if bytes are not sealed with this secret, or are sealed for another request."""
 
 
@@ -82,28 +103,28 @@ class EngineSeal:
 
     def seal_request(self, message: bytes) -> bytes:
         """Return the request's body, which contains the sealed message."""
-        return self._seal(_ASK, self._head, message)
+        return self._seal(_REQUEST_DIRECTION, self._head, message)
 
     def open_request(self, body: bytes) -> bytes | None:
         """Return the message in a request's body, or None if the engine uses another protocol version. Raises
         SealBroken."""
-        version, message = self._open(_ASK, self._head, body)
+        version, message = self._open(_REQUEST_DIRECTION, self._head, body)
         return message if version == PROTOCOL_VERSION else None
 
-    def seal_answer(self, message: bytes) -> bytes:
+    def seal_reply(self, message: bytes) -> bytes:
         """Return the body of a reply, which contains the sealed message. Each call uses a new salt, because a
         replayed request gets several replies."""
         salt = secrets.token_bytes(_SALT_BYTES)
-        return salt + self._seal(_ANSWER, self._head + salt, message)
+        return salt + self._seal(_REPLY_DIRECTION, self._head + salt, message)
 
-    def open_answer(self, body: bytes) -> bytes:
+    def open_reply(self, body: bytes) -> bytes:
         """Return the message in a reply's body.
 
         Raises SealBroken, or EncoderUnavailable("encoder_version") if the service uses another protocol
         version.
         """
         salt = body[:_SALT_BYTES]
-        version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
+        version, message = self._open(_REPLY_DIRECTION, self._head + salt, memoryview(body)[_SALT_BYTES:])
         if version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
                 f"the service uses protocol version {version}, this client {PROTOCOL_VERSION}",
@@ -125,9 +146,9 @@ class EngineSeal:
         try:
             plain = AESGCM(key).decrypt(_NONCE, body, None)
         except (InvalidTag, ValueError) as e:
-            raise SealBroken("not sealed with this store.secret_file for this request") from e
+            raise InvalidSeal("not sealed with this store.secret_file for this request") from e
         if len(plain) < _VERSION.size:
-            raise SealBroken("the body has no version")
+            raise InvalidSeal("the body has no version")
         return _VERSION.unpack_from(plain)[0], plain[_VERSION.size :]
 
 
@@ -164,20 +185,26 @@ class SealChecker:
             if salt in self._seen:
                 raise _unauthorized("this request was already received")
             self._seen[salt] = None
-            if len(self._seen) > MAX_SEEN:
+            if len(self._seen) > MAX_SEEN_SALTS:
                 self._seen.popitem(last=False)
         return EngineSeal(self._secret, head)
 
 
-def _unauthorized(problem: str) -> EncoderRefused:
-    return EncoderRefused(f"authorization: {problem}", reason="unauthorized")
-
-
 _IDENTITY: Final = "cornplug_identity"
+
+
 _MEDIA: Final = "cornplug_media"
+
+
 _PROOF: Final = "cornplug_proof"
+
+
 _DOMAIN: Final = "cornplug-statement-v2"
+
+
 _SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
+
+
 Grid = Sequence[Sequence[int]]
 """(frames, height, width) in patches, one row for each image. Values must fit into 64 bits."""
 
@@ -185,7 +212,7 @@ Grid = Sequence[Sequence[int]]
 def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
     """Return a signature over these parts (32 bytes). It cannot be computed without the secret. `domain`
     identifies the format."""
-    return keyed(secret, domain, *parts)
+    return keyed_digest(secret, domain, *parts)
 
 
 def is_signed(proof: bytes, secret: bytes, domain: str, *parts: bytes) -> bool:
@@ -216,17 +243,17 @@ class SignedClaim:
         payload: bytes | memoryview,
     ) -> Self:
         """Create a signed statement about `payload`, which has the bytes of a (rows, hidden_size) tensor."""
-        proof = sign(secret, _DOMAIN, *_parts(identity, media, dtype, shape, grid, payload))
+        proof = sign(secret, _DOMAIN, *_signed_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
-    def holds(
+    def is_valid(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
         """Return whether this statement was signed with the secret for this tensor and these grids."""
-        parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
+        parts = _signed_parts(self.identity, self.media, dtype, shape, grid, payload)
         return is_signed(self.proof, secret, _DOMAIN, *parts)
 
-    def fields(self) -> Mapping[str, str]:
+    def to_fields(self) -> Mapping[str, str]:
         """Return the statement as named text fields, to add to a message."""
         return {
             _IDENTITY: self.identity.hex(),
@@ -235,7 +262,7 @@ class SignedClaim:
         }
 
     @classmethod
-    def read(cls, fields: Mapping[str, object]) -> Self | None:
+    def from_fields(cls, fields: Mapping[str, object]) -> Self | None:
         """Return the statement in a message's fields, or None if the message has no statement. The signature
         is not verified.
 
@@ -254,20 +281,129 @@ class SignedClaim:
         return cls(identity=digests[0], media=digests[1:-1], proof=digests[-1])
 
 
-def salt_proof(secret: bytes, salt: str) -> str:
+def prove_salt(secret: bytes, salt: str) -> str:
     """Return a proof, in hex, that an engine has the secret and sent this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 
-def salt_is_proved(proof: str | None, secret: bytes, salt: str) -> bool:
-    """Return whether `proof` is the `salt_proof` of this salt."""
+def is_salt_proved(proof: str | None, secret: bytes, salt: str) -> bool:
+    """Return whether `proof` is the `prove_salt` of this salt."""
     try:
         return is_signed(bytes.fromhex(proof or ""), secret, _SALT_DOMAIN, salt.encode())
     except ValueError:
         return False
 
 
-def _parts(
+EMBEDDING_MEDIA_TYPE: Final = "application/vnd.safetensors"
+
+
+def pack_embedding(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
+    """Return the bytes of a file with the tensor and the other fields. The tensor's bytes are copied only
+    once."""
+    header = msgspec.json.encode(
+        {
+            "__metadata__": {_FIELDS: msgspec.json.encode(fields).decode()},
+            _TENSOR: {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": (0, len(tensor.data)),
+            },
+        }
+    )
+    header += b" " * (-len(header) % _ALIGNMENT_BYTES)
+    return b"".join((len(header).to_bytes(8, "little"), header, tensor.data))
+
+
+def unpack_embedding(file: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the fields and the tensor's bytes of a file that `pack` returned.
+
+    Raises LookupError, TypeError or ValueError (including msgspec's errors) if the file is invalid.
+    """
+    size = int.from_bytes(file[:8], "little")
+    header = msgspec.json.decode(file[8 : 8 + size])
+    fields: dict[str, Any] = msgspec.json.decode(header["__metadata__"][_FIELDS])
+    start, end = header[_TENSOR]["data_offsets"]
+    return fields, file[8 + size + start : 8 + size + end]
+
+
+HANDLE_PREFIX: Final = "cornplug1."
+
+
+HANDLE_LIFETIME_S: Final = 24 * 3600.0
+
+
+_MAX_CHARS: Final = 4096
+
+
+class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Claims of a handle about one embedding, and about the model and media item from which it was
+    computed."""
+
+    family: str
+    modality: Modality
+    identity: bytes
+    """`identity.model_identity` of the model. It includes the dtype and preprocessing."""
+    media: bytes
+    """Digest of the media item from which the embedding was computed."""
+    key: bytes
+    """Embedding key. It includes the `cache_salt` that the app sent to the service."""
+    dtype: str
+    grid: tuple[int, ...]
+    """(frames, height, width) in patches if the model's placeholders depend on the grid, otherwise ()."""
+    expires: float
+    """Unix time in seconds at which the handle expires."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the claims in a handle's text without verifying the signature. Raises
+        CodecError("handle_malformed")."""
+        return cls._parse_text(text)[0]
+
+    @classmethod
+    def verify(cls, text: str, secret: bytes, *, now: float) -> Self:
+        """Verify a handle's text with the secret, and return the claims. `now` is Unix time in seconds.
+
+        Raises CodecError: "handle_malformed", "handle_signature" (signed with another secret) or
+        "handle_expired".
+        """
+        handle, claims, proof = cls._parse_text(text)
+        if not is_signed(proof, secret, _HANDLE_DOMAIN, claims):
+            raise CodecError(
+                "the embedding handle is not signed with this store's secret; encode with a service that "
+                "uses the same store.secret_file, or send the embedding by value",
+                reason="handle_signature",
+            )
+        if now >= handle.expires:
+            raise CodecError("the embedding handle has expired; encode again", reason="handle_expired")
+        return handle
+
+    def to_signed_text(self, secret: bytes) -> str:
+        """Return the handle's text, about 600 URL-safe characters."""
+        claims = msgspec.json.encode(self)
+        return (
+            f"{HANDLE_PREFIX}{_encode_base64(claims)}.{_encode_base64(sign(secret, _HANDLE_DOMAIN, claims))}"
+        )
+
+    @classmethod
+    def _parse_text(cls, text: str) -> tuple[Self, bytes, bytes]:
+        wrong = CodecError("not an embedding handle of an encoder service", reason="handle_malformed")
+        if not text.startswith(HANDLE_PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
+            raise wrong
+        try:
+            claims, proof = (_decode_base64(part) for part in text.removeprefix(HANDLE_PREFIX).split("."))
+            handle = msgspec.json.decode(claims, type=cls)
+        except (binascii.Error, ValueError) as e:
+            raise wrong from e
+        if {len(handle.identity), len(handle.media), len(handle.key), len(proof)} != {DIGEST_BYTES}:
+            raise wrong
+        return handle, claims, proof
+
+
+def _unauthorized(problem: str) -> EncoderRefused:
+    return EncoderRefused(f"authorization: {problem}", reason="unauthorized")
+
+
+def _signed_parts(
     identity: bytes,
     media: Sequence[bytes],
     dtype: str,
@@ -279,3 +415,11 @@ def _parts(
     grids = digest("grid", *(struct.pack(f">{len(row)}Q", *row) for row in grid))
     content = hashlib.sha256(payload).digest()
     return identity, dtype.encode(), packed, grids, content, *media
+
+
+def _encode_base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _decode_base64(text: str) -> bytes:
+    return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)

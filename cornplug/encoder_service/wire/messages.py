@@ -4,9 +4,18 @@ msgpack, never as pickle.
 A frame on the socket consists of a u32 little-endian length and one msgpack-encoded message. A client may
 have many requests in flight on one connection. Replies contain the request's id and arrive in any order. The
 socket is for engines of the same user on the same host. First, both sides prove that they have the shared
-secret (`handshake`). The service trusts that the embedding key in a request belongs to the request's inputs.
+secret. The service trusts that the embedding key in a request belongs to the request's inputs.
 Other clients use HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP
 statuses.
+
+    engine  ── Hello: version, nonce ───────────>  service
+            <── Challenge: version, nonce, proof ──
+            ── Proof ───────────────────────────>
+
+A proof is an HMAC over the side's name and both nonces, which are new for each connection. Therefore recorded
+messages cannot be replayed, and a side's proof cannot be sent back to it. Inputs and salts are sent only
+after both proofs have been checked. Each side also checks the user of the other process, which the kernel
+reports (`foreign_peer_uid`). Therefore another user cannot relay proofs between engine and service.
 
 Releases of an engine may decode images differently. Therefore a message names the rule by which the service
 decodes an image (`Decoding`, `media.image`), which is the rule of the engine that will use the embedding.
@@ -15,12 +24,19 @@ This module does not need torch.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
+import secrets
+import socket
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
 from cornplug.checkpoints.families import Modality
+from cornplug.errors import EncoderUnavailable
+from cornplug.local_socket import foreign_peer_uid
 
 PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 256 << 20
@@ -30,6 +46,12 @@ _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
 # In requests, the size of every list and map is limited. Otherwise a sender could fill a list with hundreds
 # of millions of values. Unknown fields are refused, so a new field requires a new PROTOCOL_VERSION.
+MAX_HANDSHAKE_BYTES: Final = 1024
+"""Maximum bytes of a frame that is read before the peer has proved that it has the secret."""
+HANDSHAKE_TIMEOUT_S: Final = 5.0
+"""Maximum duration of a handshake in seconds."""
+_NONCE_BYTES: Final = 32
+_HANDSHAKE_DOMAIN: Final = b"cornplug/encoder-socket/1/"
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -132,7 +154,7 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float | None = None
 
 
-class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
+class MediaRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
     """Request from an engine without a tower to encode one media item. It is sent only over HTTP. The service
     fetches and decodes the item."""
 
@@ -154,19 +176,19 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
     """
 
 
-class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
-    """Reply to a `MediumRequest`: an embedding of shape (rows, hidden_size), and signed claims about it."""
+class MediaReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
+    """Reply to a `MediaRequest`: an embedding of shape (rows, hidden_size), and signed claims about it."""
 
     handle: str
-    """Text of an `embedding_file.EmbeddingHandle` with identity, media digest, key and patch grid."""
+    """Text of an `engine_seal.EmbeddingHandle` with identity, media digest, key and patch grid."""
     tensor: WireTensor
     decoding: str = "vllm-0.32"
     """Name of the rule by which an image was decoded. The default applies to services that do not send this
     field."""
 
 
-class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """Reply that refuses a `MediumRequest`. `reason` is either a key of `_STATUS` or the reason of a
+class MediaRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
+    """Reply that refuses a `MediaRequest`. `reason` is either a key of `_STATUS` or the reason of a
     MediaError."""
 
     reason: str
@@ -175,10 +197,15 @@ class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
 
 
 Request = DescribeRequest | EncodeRequest
+
+
 Reply = DescribeReply | EncodeReply | EncodeRefusal
 
-HttpRequest = Request | MediumRequest
-HttpReply = Reply | MediumReply | MediumRefusal
+
+HttpRequest = Request | MediaRequest
+
+
+HttpReply = Reply | MediaReply | MediaRefusal
 """Reply to an `HttpRequest`, which `POST /v1/engine` returns."""
 
 
@@ -195,11 +222,18 @@ def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
 
 Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
 """Decoding rule of an engine, named after the release that introduced the rule."""
+
+
 DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
+
+
 DEFAULT_DECODING: Final[Decoding] = "vllm-0.33"
 """Rule for requests to the HTTP API that do not name a rule."""
+
+
 DECODING_HEADER: Final = "x-cornplug-decoding"
 """HTTP header that names the rule for all images in a request."""
+
 
 _RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
     ("vllm", "0.32.", "vllm-0.32"),
@@ -213,7 +247,7 @@ def decoding_of(engine: str, version: str) -> Decoding | None:
     return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
 
 
-def known_decoding(name: str) -> Decoding | None:
+def parse_decoding(name: str) -> Decoding | None:
     """Return the rule with this name, or None."""
     return next((d for d in DECODINGS if d == name), None)
 
@@ -251,11 +285,15 @@ _STATUS: Final[Mapping[str, int]] = {
     "transfer": 501,
 }
 
-_OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
-OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
+
+_MEDIA_STATUSES: Final = frozenset({413, 415, 422, 424})
+
+
+FETCH_REASONS: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
 """Reasons after which another service may succeed, because it has another network route to the URL's host."""
 
-A_FAULT: Final = "internal error of the service; see its log"
+
+INTERNAL_ERROR_MESSAGE: Final = "internal error of the service; see its log"
 """Message for an internal error. It does not contain the exception's text, which may include paths, addresses
 and data of other clients."""
 
@@ -266,6 +304,139 @@ def status_of(reason: str) -> int:
     return _STATUS.get(reason, 422)
 
 
-def is_of_medium(reason: str) -> bool:
+def is_media_refusal(reason: str) -> bool:
     """Return whether the media item causes a refusal, so that neither another service nor a retry helps."""
-    return status_of(reason) in _OF_THE_MEDIUM
+    return status_of(reason) in _MEDIA_STATUSES
+
+
+class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message, which the engine sends."""
+
+    version: int
+    nonce: bytes
+
+
+class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
+    """Second message, in which the service sends its proof and a nonce for the engine's proof."""
+
+    version: int
+    nonce: bytes
+    proof: bytes
+
+
+class EngineProof(msgspec.Struct, frozen=True, tag="proof"):
+    """Third message, in which the engine sends its proof. The engine may send requests immediately after this
+    message."""
+
+    proof: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+_decode_hello = msgspec.msgpack.Decoder(EngineHello).decode
+
+
+_decode_challenge = msgspec.msgpack.Decoder(ServiceChallenge).decode
+
+
+_decode_proof = msgspec.msgpack.Decoder(EngineProof).decode
+
+
+class UntrustedPeer(ValueError):
+    """Raised if the peer has not proved that it has the secret."""
+
+
+class EngineHandshake:
+    """Engine side of one handshake."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    def create_hello(self) -> bytes:
+        """Return the first frame to send, an `EngineHello`."""
+        return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
+
+    def create_proof(self, frame: bytes) -> bytes:
+        """Check the service's proof in the `ServiceChallenge` in `frame`. Return the frame with this engine's
+        proof.
+
+        Raises msgspec's errors if the frame contains another message. Raises
+        EncoderUnavailable("encoder_version"), or EncoderUnavailable("encoder_untrusted") if the proof is
+        invalid.
+        """
+        challenge = _decode_challenge(frame)
+        if challenge.version != PROTOCOL_VERSION:
+            raise EncoderUnavailable(
+                f"the service uses protocol version {challenge.version}, this client {PROTOCOL_VERSION}",
+                reason="encoder_version",
+            )
+        _check_service_proof(challenge.proof, self._secret, b"service", self._nonce, challenge.nonce)
+        return _encode(
+            EngineProof(proof=_compute_proof(self._secret, b"engine", self._nonce, challenge.nonce))
+        )
+
+
+class ServiceHandshake:
+    """Service side of one handshake."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._engine_nonce = b""
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    def create_challenge(self, frame: bytes) -> bytes:
+        """Return the reply to the `EngineHello` in `frame`.
+
+        Raises UntrustedPeer if the nonce is invalid, and msgspec's errors if the frame contains another
+        message.
+        """
+        hello = _decode_hello(frame)
+        if len(hello.nonce) != _NONCE_BYTES:
+            raise UntrustedPeer(f"invalid nonce of {len(hello.nonce)} bytes")
+        self._engine_nonce = hello.nonce
+        proof = _compute_proof(self._secret, b"service", hello.nonce, self._nonce)
+        return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
+
+    def check_proof(self, frame: bytes) -> None:
+        """Check the engine's proof in `frame`.
+
+        Raises UntrustedPeer if the proof is invalid, and msgspec's errors if the frame contains another
+        message.
+        """
+        if not hmac.compare_digest(
+            _decode_proof(frame).proof,
+            _compute_proof(self._secret, b"engine", self._engine_nonce, self._nonce),
+        ):
+            raise UntrustedPeer("the proof was made with another secret")
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raise EncoderUnavailable("encoder_untrusted") unless the peer is a process of this user."""
+    if (uid := foreign_peer_uid(sock)) is not None:
+        raise EncoderUnavailable(
+            f"the socket belongs to user {uid}, not to user {os.getuid()}; set encoder.socket to a path "
+            "in a folder of this user",
+            reason="encoder_untrusted",
+        )
+
+
+def _compute_proof(secret: bytes, side: bytes, engine_nonce: bytes, service_nonce: bytes) -> bytes:
+    # Both nonces have the same length, and a side's name ends with a zero byte. Therefore different arguments
+    # never result in the same bytes.
+    return hmac.digest(
+        secret, _HANDSHAKE_DOMAIN + side + b"\0" + engine_nonce + service_nonce, hashlib.sha256
+    )
+
+
+def _check_service_proof(
+    proof: bytes, secret: bytes, side: bytes, engine_nonce: bytes, service_nonce: bytes
+) -> None:
+    if len(service_nonce) != _NONCE_BYTES or not hmac.compare_digest(
+        proof, _compute_proof(secret, side, engine_nonce, service_nonce)
+    ):
+        raise EncoderUnavailable(
+            "the service uses another store.secret_file; use the same file for engine and service",
+            reason="encoder_untrusted",
+        )

@@ -17,23 +17,32 @@ from math import ceil
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.candidates.cache_sizes import CacheScenario
-from cornplug.planner.candidates.cells import MOST, CellSpec, Chain, LatencyTier, make_cell
-from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig, engine_settings, footprints
-from cornplug.planner.candidates.samples import Samples, mean_idle_times
-from cornplug.planner.candidates.services import Service
-from cornplug.planner.candidates.timed_configs import (
-    FAVOURED,
-    Place,
+from cornplug.planner.candidates.cells import (
+    MAX_TIERS,
+    PREFERRED_ENGINE,
+    CellSpec,
+    LatencyTier,
+    ProfileKey,
+    TierChain,
     TimedConfig,
     corrected_times,
-    place,
+    drop_dominated_configs,
+    drop_redundant_estimates,
+    make_cell,
+    profile_key,
     service_times,
-    undominated,
-    without_needless_estimates,
 )
+from cornplug.planner.candidates.replica_configs import (
+    MAX_BATCH,
+    ReplicaConfig,
+    Service,
+    engine_settings,
+    footprints,
+)
+from cornplug.planner.candidates.samples import CacheScenario, Samples, mean_idle_times
 from cornplug.planner.inputs import component_shapes, request_sampling
-from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
+from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
+from cornplug.planner.inputs.request_tables import stage_bound
 from cornplug.planner.inputs.schema import (
     Component,
     GpuSpec,
@@ -47,20 +56,19 @@ from cornplug.planner.inputs.schema import (
 )
 from cornplug.planner.perf_model import profile_lookup as measured
 from cornplug.planner.perf_model.capacity import capacity
-from cornplug.planner.perf_model.latency_bound import stage_bound
+from cornplug.planner.perf_model.engine_spec import CellHardware
 from cornplug.planner.plan import TimesCorrection
-from cornplug.planner.simulator.step_times import CellHardware
 
-URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
-PRIOR: Final = 0.02
+WORKLOADS_BY_URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
+UNFAVOURED_ENGINE_PENALTY: Final = 0.02
 """Disadvantage of an engine that the workload does not favour, as a share of a cell's price. It is smaller
 than any measured difference between engines."""
-NEEDLESSLY_TIGHT: Final = 0.001
+TIGHT_TIER_PENALTY: Final = 0.001
 """Disadvantage of a cell, as a share of its price, for each latency tier by which the cell is tighter
 than the loosest tier."""
-ROUGHLY: Final = 8
+ESTIMATE_STRIDE: Final = 8
 """Step between the samples of a class that are used to estimate the number of replicas."""
-MOST_TOGETHER: Final = 32
+MAX_REPLICAS_PER_ROUTER: Final = 32
 """Maximum number of replicas behind one router. With more replicas, the capacity per replica hardly grows."""
 
 Users = Mapping[str, RequestClass]
@@ -73,27 +81,27 @@ class CellBuilder:
     rules: PlanRules
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
-    bases: Mapping[str, CacheScenario]
+    base_scenarios: Mapping[str, CacheScenario]
     """Scenario with the smallest caches by request class. Capacities are computed with the scenario's hit
     rates."""
     samples: Samples
-    corrections: Mapping[Place, TimesCorrection] = field(default_factory=dict)
+    corrections: Mapping[ProfileKey, TimesCorrection] = field(default_factory=dict)
     """Corrections of the profiles' times, which `cornplug replan` derived from engine metrics."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Number of excluded cells by reason."""
-    config: dict[str, list[TimedConfig]] = field(default_factory=dict)
+    timed_configs: dict[str, list[TimedConfig]] = field(default_factory=dict)
     """Replica configurations that can run a service, whether or not they are fast enough, by service name."""
-    _reference: dict[str, CellHardware] = field(default_factory=dict)
+    _reference_times: dict[str, CellHardware] = field(default_factory=dict)
 
-    def cells(
-        self, service: Service, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
+    def build_cells(
+        self, service: Service, users: Users, tiers: TierChain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
         """Yield the cells of a service that have capacity and that no faster configuration replaces.
 
         `users` are the request classes that visit the service. `loosest` is the loosest tier of each class,
         which cannot use cells with a looser tier.
         """
-        workloads = tuple(w for w in URGENCY if any(u.app.workload == w for u in users.values()))
+        workloads = tuple(w for w in WORKLOADS_BY_URGENCY if any(u.app.workload == w for u in users.values()))
         timed: list[TimedConfig] = []
         context_tokens = self._context_tokens(users)
         for footprint in footprints(service, self.nodes, self.gpus, self.rules, workloads, self.dropped):
@@ -103,11 +111,11 @@ class CellBuilder:
             elif len(profiles) < len(service.components):
                 self.dropped[f"{service.name}: one component has times, another has only a throughput"] += 1
             elif footprint.workload == workloads[0]:
-                yield from self._untimed(service, footprint, profiles, users, tiers)
-        enough = self._enough_kv(users)
-        self.config[service.name] = undominated(without_needless_estimates(timed), enough)
-        for config in self.config[service.name]:
-            yield from self._timed(config, users, tiers, loosest)
+                yield from self._throughput_cells(service, footprint, profiles, users, tiers)
+        enough = self._max_useful_kv_tokens(users)
+        self.timed_configs[service.name] = drop_dominated_configs(drop_redundant_estimates(timed), enough)
+        for config in self.timed_configs[service.name]:
+            yield from self._timed_cells(config, users, tiers, loosest)
 
     def confirm(self, spec: CellSpec, users: Users, replicas: int) -> CellSpec:
         """Return the cell with capacities that the simulator determines for `replicas` replicas."""
@@ -119,15 +127,15 @@ class CellBuilder:
         }
         return spec.with_capacity(found, simulated_replicas=replicas)
 
-    def work(self, service: Service, of: RequestClass, scenario: CacheScenario) -> float:
+    def relative_work(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> float:
         """Return a service's work per request, relative to the work with the smallest caches."""
-        base = self.bases[of.name]
+        base = self.base_scenarios[request_class.name]
         if service.tasks == "E":
-            return _encoding_left(service, of, scenario, base, self.samples.encoders)
-        hardware = self._reference.get(service.name)
-        if scenario.names == base.names or hardware is None:
+            return _relative_encode_work(service, request_class, scenario, base, self.samples.encoders)
+        hardware = self._reference_times.get(service.name)
+        if scenario.level_names == base.level_names or hardware is None:
             return 1.0
-        now, before = (self.samples.at(service, of, a) for a in (scenario, base))
+        now, before = (self.samples.for_service(service, request_class, a) for a in (scenario, base))
         return _seconds_per_request(hardware, service.tasks, now) / _seconds_per_request(
             hardware, service.tasks, before
         )
@@ -139,21 +147,21 @@ class CellBuilder:
         if hardware is None:
             self.dropped[f"{service.name}: no profile, or too little memory, on {footprint.gpu.name}"] += 1
             return []
-        hardware = corrected_times(hardware, self.corrections.get(place(service, footprint)))
-        self._reference.setdefault(service.name, hardware)
+        hardware = corrected_times(hardware, self.corrections.get(profile_key(service, footprint)))
+        self._reference_times.setdefault(service.name, hardware)
         return [TimedConfig(service, footprint, hardware)]
 
-    def _enough_kv(self, users: Users) -> int:
+    def _max_useful_kv_tokens(self, users: Users) -> int:
         """Return the number of KV tokens in a replica's largest batch. A larger KV cache is of no use."""
         longest = max(
             d.prompt_tokens + d.output_tokens
             for of in users.values()
-            for d in self.samples.of(of, self.bases[of.name])
+            for d in self.samples.for_class(of, self.base_scenarios[of.name])
         )
         return longest * max(MAX_BATCH.values())
 
-    def _timed(
-        self, config: TimedConfig, users: Users, tiers: Chain, loosest: Mapping[str, LatencyTier]
+    def _timed_cells(
+        self, config: TimedConfig, users: Users, tiers: TierChain, loosest: Mapping[str, LatencyTier]
     ) -> Iterator[CellSpec]:
         service, gpu = config.service, config.footprint.gpu.name
         replicas = self._replicas_needed(config, users)
@@ -181,11 +189,11 @@ class CellBuilder:
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
         )
         # Measurements show which engine is better. Only estimates need a preference for an engine.
-        preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
+        preference = self._engine_penalty(footprint, users) if service.llm and not hardware.measured else 0.0
         # If two tiers cost the same, prefer the looser tier, which is sufficient.
-        preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
+        preference += TIGHT_TIER_PENALTY * (MAX_TIERS - tier.rank)
         start_s = self._start_s(service, footprint, users)
-        cell = make_cell(service, footprint, tier, rates, preference, timed=True, start_s=start_s)
+        cell = make_cell(service, footprint, tier, rates, preference, has_times=True, start_s=start_s)
         return CellSpec(
             cell, service, footprint, tier, hardware.source, hardware, settings, self.rules.router
         )
@@ -194,20 +202,22 @@ class CellBuilder:
         self,
         config: TimedConfig,
         tier: LatencyTier,
-        of: RequestClass,
+        request_class: RequestClass,
         replicas: int,
         *,
         confirm: bool,
     ) -> float:
         """Return the maximum rate per replica if `replicas` replicas serve only this class."""
-        samples = self.samples.at(config.service, of, self.bases[of.name])
-        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, mean_idle_times(samples))
+        samples = self.samples.for_service(
+            config.service, request_class, self.base_scenarios[request_class.name]
+        )
+        bound = stage_bound(request_class.slo, tier.seconds, tier.tpot_s, mean_idle_times(samples))
         place = config.station(self.rules.router, replicas)
         seed = self.rules.seed
-        found = capacity(place, samples, bound, burst=of.request.burst, seed=seed, confirm=confirm)
-        return found / replicas * self._pairing(config)
+        found = capacity(place, samples, bound, burst=request_class.request.burst, seed=seed, confirm=confirm)
+        return found / replicas * self._pairing_efficiency(config)
 
-    def _pairing(self, config: TimedConfig) -> float:
+    def _pairing_efficiency(self, config: TimedConfig) -> float:
         """Return the share of a prefill or decode replica's capacity that can be used.
 
         The ratio of prefill to decode replicas never matches the current mix of requests exactly.
@@ -225,19 +235,22 @@ class CellBuilder:
             * _seconds_per_request(
                 config.hardware,
                 config.service.tasks,
-                self.samples.at(config.service, of, self.bases[of.name])[::ROUGHLY],
+                self.samples.for_service(config.service, of, self.base_scenarios[of.name])[::ESTIMATE_STRIDE],
             )
             for of in users.values()
         )
         return min(
-            max(ceil(busy / config.footprint.parallelism.dp / self.rules.max_utilisation), 1), MOST_TOGETHER
+            max(ceil(busy / config.footprint.parallelism.dp / self.rules.max_utilisation), 1),
+            MAX_REPLICAS_PER_ROUTER,
         )
 
     def _context_tokens(self, users: Users) -> int:
         """Return the mean prompt length of a service's classes, weighted by rate."""
         total = sum(of.rate for of in users.values())
         mean = sum(
-            of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
+            of.rate
+            / total
+            * fmean(d.prompt_tokens for d in self.samples.for_class(of, self.base_scenarios[of.name]))
             for of in users.values()
         )
         return max(round(mean), 1)
@@ -247,13 +260,13 @@ class CellBuilder:
         found = {c.name: _throughput_profile(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
-    def _untimed(
+    def _throughput_cells(
         self,
         service: Service,
         footprint: ReplicaConfig,
         profiles: Mapping[str, ThroughputProfile],
         users: Users,
-        tiers: Chain,
+        tiers: TierChain,
     ) -> Iterator[CellSpec]:
         rates = {
             name: _measured_rate(service, profiles, footprint, of, self._items(of), self.rules)
@@ -262,10 +275,10 @@ class CellBuilder:
         if not any(rates.values()):
             self.dropped[f"{service.name}: no throughput for its requests under their SLOs"] += 1
             return
-        preference = self._prior(footprint, users) if service.llm else 0.0
+        preference = self._engine_penalty(footprint, users) if service.llm else 0.0
         tier = tiers.tiers[0]
         start_s = self._start_s(service, footprint, users)
-        cell = make_cell(service, footprint, tier, rates, preference, timed=False, start_s=start_s)
+        cell = make_cell(service, footprint, tier, rates, preference, has_times=False, start_s=start_s)
         source = "; ".join(dict.fromkeys(p.source for p in profiles.values()))
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
@@ -283,20 +296,20 @@ class CellBuilder:
         )
         return self.rules.start_s + total / (footprint.nodes.weights_gb_s * 1e9)
 
-    def _items(self, of: RequestClass) -> dict[str, float]:
-        return _items_to_encode(of, self.bases[of.name], self.samples.encoders)
+    def _items(self, request_class: RequestClass) -> dict[str, float]:
+        return _items_to_encode(request_class, self.base_scenarios[request_class.name], self.samples.encoders)
 
-    def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
-        against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
-        return PRIOR * against / sum(u.rate for u in users.values())
+    def _engine_penalty(self, footprint: ReplicaConfig, users: Users) -> float:
+        against = sum(u.rate for u in users.values() if PREFERRED_ENGINE[u.app.workload] != footprint.engine)
+        return UNFAVOURED_ENGINE_PENALTY * against / sum(u.rate for u in users.values())
 
 
 def _items_to_encode(
-    of: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
+    request_class: RequestClass, scenario: CacheScenario, encoders: Mapping[str, Component]
 ) -> dict[str, float]:
     """Return the mean number of media items per request whose embeddings are not cached, by encoder."""
     found: dict[str, float] = {}
-    for media in of.request.media:
+    for media in request_class.request.media:
         missed = request_sampling.mean_length(media.items) * (
             1 - scenario.hits.embedding.get(media.encoder, 0.0)
         )
@@ -305,9 +318,9 @@ def _items_to_encode(
     return found
 
 
-def _encoding_left(
+def _relative_encode_work(
     service: Service,
-    of: RequestClass,
+    request_class: RequestClass,
     scenario: CacheScenario,
     base: CacheScenario,
     encoders: Mapping[str, Component],
@@ -316,7 +329,10 @@ def _encoding_left(
 
     Returns 0 if the class has no items for the service's towers.
     """
-    with_it, without = _items_to_encode(of, scenario, encoders), _items_to_encode(of, base, encoders)
+    with_it, without = (
+        _items_to_encode(request_class, scenario, encoders),
+        _items_to_encode(request_class, base, encoders),
+    )
     names = [t.name for t in service.towers]
     before = sum(without.get(n, 0.0) for n in names)
     return sum(with_it.get(n, 0.0) for n in names) / before if before else 0.0
@@ -361,7 +377,7 @@ def _measured_rate(
     service: Service,
     profiles: Mapping[str, ThroughputProfile],
     footprint: ReplicaConfig,
-    of: RequestClass,
+    request_class: RequestClass,
     items: Mapping[str, float],
     rules: PlanRules,
 ) -> float:
@@ -378,24 +394,26 @@ def _measured_rate(
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
     seconds = 0.0
     for name, profile in parts.items():
-        per_s = _requests_per_s(profile, of)
+        per_s = _requests_per_s(profile, request_class)
         if not per_s:
             return 0.0
-        seconds += _visits(name, service, of, items) / per_s
+        seconds += _uses_per_request(name, service, request_class, items) / per_s
     scale = footprint.share * (1 - rules.interference if footprint.share < 1 else 1)
     return scale * _efficiency(service, profiles, rules) / seconds if seconds else float("inf")
 
 
-def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
-    bound = of.slo.first_s("tpot")
-    if bound is not None and profile.tpot_s.get(of.name, 0.0) > bound:
+def _requests_per_s(profile: ThroughputProfile, request_class: RequestClass) -> float:
+    bound = request_class.slo.first_bound_s("tpot")
+    if bound is not None and profile.tpot_s.get(request_class.name, 0.0) > bound:
         return 0.0
     if isinstance(profile.requests_per_s, dict):
-        return profile.requests_per_s.get(of.name, 0.0)
+        return profile.requests_per_s.get(request_class.name, 0.0)
     return profile.requests_per_s
 
 
-def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, float]) -> float:
+def _uses_per_request(
+    name: str, service: Service, request_class: RequestClass, items: Mapping[str, float]
+) -> float:
     """Return the number of times that a request uses a component.
 
     This is the number of items for an encoder, and 0 for a generator that the class does not use.
@@ -403,7 +421,7 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
     if any(t.name == name for t in service.towers):
         return items.get(name, 0.0)
     if service.generator and service.generator.name == name:
-        return 1.0 if of.request.generates else 0.0
+        return 1.0 if request_class.request.generates else 0.0
     return 1.0
 
 
@@ -419,7 +437,7 @@ def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rul
 def _fits(profile: Profile, service: Service, component: Component, f: ReplicaConfig) -> bool:
     if not isinstance(profile, ThroughputProfile | MeasuredProfile):
         return True
-    fits = measured.is_for(profile, f.engine_spec(), _quantisation(component, f))
+    fits = measured.profile_matches(profile, f.engine_spec(), _quantisation(component, f))
     if isinstance(profile, ThroughputProfile):
         fits = fits and profile.role in (None, _role(service, component), service.tasks)
     return fits

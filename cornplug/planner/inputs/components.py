@@ -19,11 +19,11 @@ from cornplug.planner.inputs.field_types import (
     Model,
     Name,
     NonNegative,
+    NonNegativeInt,
     Positive,
     Quantisation,
     Share,
-    Whole,
-    wrong,
+    field_error,
 )
 from cornplug.planner.inputs.llm_shape import LLMShape
 
@@ -152,7 +152,7 @@ class ComponentResources(InputTable):
 
     device: Literal["gpu", "cpu"] = "gpu"
     """Run on GPUs or on CPU cores."""
-    devices: list[Whole] = Field(default_factory=list)
+    devices: list[NonNegativeInt] = Field(default_factory=list)
     """Indices of the GPUs or cores, with tp indices for each replica. By default, the next free devices."""
     replicas: Count = 1
     """Number of identical processes. Replicas of an encoder form one service."""
@@ -168,7 +168,7 @@ class ComponentResources(InputTable):
     """URL path that returns status 200 when the server of `command` is ready."""
 
 
-_SIZES: Final[Mapping[str, tuple[float, ...]]] = {
+_ALLOWED_SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
@@ -176,7 +176,7 @@ _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "pcp": (1, 2, 4, 8),
     "shares": (0.25, 0.5, 1.0),
 }
-TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
+TP_DEGREES: Final = tuple(map(int, _ALLOWED_SIZES["tp"]))
 SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
     "encoder": TowerShape,
     "llm": LLMShape,
@@ -186,12 +186,12 @@ SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
 SHAPE_KINDS: Final[Mapping[str, str]] = {
     kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
 }
-_CHAIN: Final = "Choose from {allowed}, which let replicas pack exactly onto nodes."
+_SIZES_REMEDY: Final = "Choose from {allowed}, which let replicas pack exactly onto nodes."
 
 
-def _chain(key: str) -> dict[str, JsonValue]:
+def _allowed_sizes_schema(key: str) -> dict[str, JsonValue]:
     """Return the part of a field's JSON schema that lists its allowed sizes."""
-    return {"items": {"enum": list(_SIZES[key])}, "minItems": 1}
+    return {"items": {"enum": list(_ALLOWED_SIZES[key])}, "minItems": 1}
 
 
 class Component(InputTable):
@@ -217,20 +217,20 @@ class Component(InputTable):
     """Quantisations for engines that only prefill, by default `quantisations`."""
     decode_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
     """Quantisations for engines that only decode, by default `quantisations`."""
-    tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_chain("tp"))
+    tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_allowed_sizes_schema("tp"))
     """Tensor-parallel degrees to choose from."""
-    pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
+    pp: list[Count] = Field(default=[1], json_schema_extra=_allowed_sizes_schema("pp"))
     """Pipeline-parallel degrees to choose from."""
-    dp: list[Count] = Field(default=[1], json_schema_extra=_chain("dp"))
+    dp: list[Count] = Field(default=[1], json_schema_extra=_allowed_sizes_schema("dp"))
     """Attention data-parallel degrees to choose from, for mixtures of experts on tp * dp GPUs."""
-    dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
+    dcp: list[Count] = Field(default=[1], json_schema_extra=_allowed_sizes_schema("dcp"))
     """Decode context-parallel degrees to choose from (vLLM). Needs MLA, or a tp above the number of KV
     heads."""
-    pcp: list[Count] = Field(default=[1], json_schema_extra=_chain("pcp"))
+    pcp: list[Count] = Field(default=[1], json_schema_extra=_allowed_sizes_schema("pcp"))
     """Prefill context-parallel degrees to choose from (vLLM, MLA models without media)."""
     expert_parallel: Flag = False
     """Place whole experts on each GPU instead of a shard of every expert."""
-    shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
+    shares: list[Positive] = Field(default=[1.0], json_schema_extra=_allowed_sizes_schema("shares"))
     """Fractions of a GPU that a replica may use."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     """Engines to choose from."""
@@ -256,7 +256,7 @@ class Component(InputTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _shape_is_of_its_kind(cls, table: Any) -> Any:
+    def _set_shape_kind(cls, table: Any) -> Any:
         """Set `kind` of the shape from the component's kind, if the table of the shape omits it."""
         if not isinstance(table, dict) or not isinstance(table.get("shape"), dict):
             return table
@@ -266,7 +266,9 @@ class Component(InputTable):
         said = table["shape"].get("kind", kind)
         if said != kind:
             remedy = f'Write kind = "{kind}" in the shape, or omit it.'
-            raise wrong("shape", f"shape of kind {said!r} in a component of kind {table['kind']!r}", remedy)
+            raise field_error(
+                "shape", f"shape of kind {said!r} in a component of kind {table['kind']!r}", remedy
+            )
         return {**table, "shape": {"kind": kind, **table["shape"]}}
 
     def quantisations_for(self, tasks: str) -> list[Quantisation]:
@@ -283,7 +285,7 @@ class Component(InputTable):
         return {q for tasks in ("PD", "P", "D") for q in self.quantisations_for(tasks)}
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         for error in self._errors():
             raise error
         return self
@@ -291,29 +293,31 @@ class Component(InputTable):
     def _errors(self) -> Iterator[Exception]:
         wanted = SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
-            yield wrong("shape", f"{self.kind} {self.name!r} has a {self.shape.kind} shape", "Fix it.")
+            yield field_error("shape", f"{self.kind} {self.name!r} has a {self.shape.kind} shape", "Fix it.")
         if self.tower != "engine" and self.kind != "llm":
-            yield wrong("tower", f"{self.kind} {self.name!r} has no engine", "Remove it.")
+            yield field_error("tower", f"{self.kind} {self.name!r} has no engine", "Remove it.")
         if self.tower_of is not None and self.kind != "encoder":
-            yield wrong(
+            yield field_error(
                 "tower_of", f"{self.name!r} is not an encoder", 'Remove it, or write kind = "encoder".'
             )
         for key in ("prefill_quantisations", "decode_quantisations"):
             if self.kind != "llm" and getattr(self, key) is not None:
-                yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Remove it.")
+                yield field_error(
+                    key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Remove it."
+                )
         yield from self.parallelism_errors()
         for key in ("dcp", "pcp"):
             if all(degree == 1 for degree in getattr(self, key)):
                 continue
             if self.kind != "llm":
-                yield wrong(key, f"{self.kind} {self.name!r} has no KV", "Remove it.")
+                yield field_error(key, f"{self.kind} {self.name!r} has no KV", "Remove it.")
             elif "vllm" not in self.engines:
-                yield wrong(key, "supported on vLLM only", 'Add "vllm" to engines, or remove the key.')
-        for key, allowed in _SIZES.items():
+                yield field_error(key, "supported on vLLM only", 'Add "vllm" to engines, or remove the key.')
+        for key, allowed in _ALLOWED_SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):
-                remedy = _CHAIN.format(allowed=", ".join(f"{a:g}" for a in allowed))
-                yield wrong(key, f"{chosen} is not a list of allowed sizes", remedy)
+                remedy = _SIZES_REMEDY.format(allowed=", ".join(f"{a:g}" for a in allowed))
+                yield field_error(key, f"{chosen} is not a list of allowed sizes", remedy)
 
     def parallelism_errors(self) -> Iterator[PydanticCustomError]:
         """Yield the reasons why the component cannot have expert parallelism or attention data parallelism.
@@ -325,15 +329,15 @@ class Component(InputTable):
         if key == "expert_parallel" and not self.expert_parallel:
             return
         if self.kind != "llm":
-            yield wrong(key, f"{self.kind} {self.name!r} has no experts", "Remove it.")
+            yield field_error(key, f"{self.kind} {self.name!r} has no experts", "Remove it.")
         elif isinstance(self.shape, LLMShape) and self.shape.active_parameters is None:
-            yield wrong(
+            yield field_error(
                 key,
                 f"{self.name!r} is a dense model without experts",
                 "Remove it. For a dense model, replicas take the place of data parallelism.",
             )
         elif isinstance(self.shape, LLMShape) and self.shape.experts is None:
-            yield wrong(
+            yield field_error(
                 key,
                 f"the number of experts of {self.name!r} is unknown",
                 "Add experts and experts_per_token to its shape.",

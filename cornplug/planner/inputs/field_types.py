@@ -22,10 +22,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from cornplug.errors import ConfigError
-from cornplug.settings import bytes_of
+from cornplug.settings import parse_byte_size
 
 
-def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
+def field_error(key: str, problem: str, remedy: str) -> PydanticCustomError:
     """Create a validation error. `key` is the invalid key of the validated table, or "" if the complete table
     or value is invalid."""
     return PydanticCustomError(
@@ -37,10 +37,10 @@ def _gib(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return bytes_of(value) / 2**30
+        return parse_byte_size(value) / 2**30
     except ValueError as e:
         problem, _, remedy = str(e).partition(": ")
-        raise wrong("", problem, f"{remedy[:1].upper()}{remedy[1:]}.") from None
+        raise field_error("", problem, f"{remedy[:1].upper()}{remedy[1:]}.") from None
 
 
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
@@ -54,7 +54,7 @@ PositiveGib = Annotated[Positive, BeforeValidator(_gib, json_schema_input_type=P
 """Number of GiB, or text with a unit, such as 64, "64GiB" or "512 MiB"."""
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
-Whole = Annotated[int, Field(ge=0, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -66,41 +66,43 @@ Quantisation = Literal["none", "fp8", "awq", "gptq"]
 RouterPolicy = Literal["power_of_two", "random"]
 
 
-def _from_its_file(path: Path, info: ValidationInfo) -> Path:
+def _resolve_path(path: Path, info: ValidationInfo) -> Path:
     """Resolve a path relative to the folder of the input file, which `toml_reader.py` passes as context.
     Without this context, return the path unchanged."""
     folder: Path | None = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 
 
-def _model_from_its_file(model: str, info: ValidationInfo) -> str:
-    return str(_from_its_file(Path(model), info)) if model.startswith(("./", "../")) else model
+def _resolve_model(model: str, info: ValidationInfo) -> str:
+    return str(_resolve_path(Path(model), info)) if model.startswith(("./", "../")) else model
 
 
-InputPath = Annotated[Path, AfterValidator(_from_its_file)]
-Model = Annotated[str, AfterValidator(_model_from_its_file)]
+InputPath = Annotated[Path, AfterValidator(_resolve_path)]
+Model = Annotated[str, AfterValidator(_resolve_model)]
 """Hub id or folder. A path that starts with ./ or ../ is relative to the file that contains it."""
-_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]")
+_HOST_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]")
 """Host name, IPv4 address, or IPv6 address in brackets, as in URLs."""
-_EVERY_ADDRESS: Final = re.compile(r"[0.]+|\[[0:.]*\]")
+_WILDCARD_ADDRESS: Final = re.compile(r"[0.]+|\[[0:.]*\]")
 
 
-def names_one_host(host: str) -> bool:
+def is_single_host(host: str) -> bool:
     """Return whether `host` is the address of a single host, and not a wildcard such as 0.0.0.0."""
-    return _HOST.fullmatch(host) is not None and _EVERY_ADDRESS.fullmatch(host) is None
+    return _HOST_PATTERN.fullmatch(host) is not None and _WILDCARD_ADDRESS.fullmatch(host) is None
 
 
-def _one_host(host: str) -> str:
-    if not names_one_host(host):
-        raise wrong("", f"{host!r} is not the address of one host", "Write a host name or IPv4 address.")
+def _check_host(host: str) -> str:
+    if not is_single_host(host):
+        raise field_error(
+            "", f"{host!r} is not the address of one host", "Write a host name or IPv4 address."
+        )
     return host
 
 
 def _listen_host(host: str) -> str:
-    return host if host == "0.0.0.0" else _one_host(host)  # noqa: S104
+    return host if host == "0.0.0.0" else _check_host(host)  # noqa: S104
 
 
-Host = Annotated[str, AfterValidator(_one_host)]
+Host = Annotated[str, AfterValidator(_check_host)]
 ListenHost = Annotated[str, AfterValidator(_listen_host)]
 """Address to listen on: the address of a host, or 0.0.0.0 for all addresses."""
 
@@ -125,7 +127,9 @@ class LogNormal(InputTable):
     @model_validator(mode="after")
     def _max_above_mean(self) -> Self:
         if self.max < self.mean:
-            raise wrong("max", f"{self.max} is below the mean, {self.mean:g}", "Increase it, or omit it.")
+            raise field_error(
+                "max", f"{self.max} is below the mean, {self.mean:g}", "Increase it, or omit it."
+            )
         return self
 
 
@@ -140,7 +144,7 @@ class Histogram(InputTable):
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:
         if len(self.values) != len(self.weights) or sum(self.weights) <= 0:
-            raise wrong(
+            raise field_error(
                 "weights",
                 f"{len(self.weights)} weights for {len(self.values)} values, or all weights are zero",
                 "Write one weight for each value, with at least one above zero.",
@@ -161,7 +165,7 @@ Length = Annotated[
     | Annotated[Histogram, Tag("histogram")],
     Discriminator(_length_kind),
 ]
-Place = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 """Location of a field: keys and list indices from the top of the input, such as ("applications", 0,
 "llm")."""
 
@@ -171,16 +175,16 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 class InputError(ConfigError):
     """Error for an invalid field of the input. `field` is text such as "applications[0].llm"."""
 
-    def __init__(self, place: Place, problem: str, remedy: str) -> None:
-        super().__init__(field_path(place), problem, remedy)
-        self.place = place
+    def __init__(self, location: Location, problem: str, remedy: str) -> None:
+        super().__init__(field_path(location), problem, remedy)
+        self.location = location
         self.problem = problem
 
 
-def field_path(place: Place) -> str:
+def field_path(location: Location) -> str:
     """Format a location as TOML's dotted keys, with list indices in brackets."""
     text = ""
-    for part in place:
+    for part in location:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
@@ -188,7 +192,7 @@ def field_path(place: Place) -> str:
     return text or "the file"
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def suggest_known_name(name: str, known: Sequence[str]) -> str:
     """Return a remedy for an unknown name: the known name that is most similar, if any, and all known
     names."""
     close = get_close_matches(name, known, 1, 0.6)

@@ -20,20 +20,20 @@ from cornplug.planner.inputs.field_types import (
     InputTable,
     Name,
     NonNegative,
+    NonNegativeInt,
     Positive,
     PositiveGib,
-    Whole,
-    nearest,
-    wrong,
+    field_error,
+    suggest_known_name,
 )
 
-_PRICE_TABLES: Final = "Write [[prices]] tables with shape, gpu, gpus, price_per_hour, source and date."
+_PRICE_TABLE_REMEDY: Final = "Write [[prices]] tables with shape, gpu, gpus, price_per_hour, source and date."
 
 
-def _no_truth_value(value: Any) -> Any:
+def _reject_bool(value: Any) -> Any:
     """Reject booleans, because `true` would be accepted as 1."""
     if isinstance(value, bool):
-        raise wrong("", f"{str(value).lower()} is not an allowed value", "Write 1, 2, 4 or 8.")
+        raise field_error("", f"{str(value).lower()} is not an allowed value", "Write 1, 2, 4 or 8.")
     return value
 
 
@@ -71,13 +71,13 @@ class NodeClass(InputTable):
     """Name of the machine type."""
     gpu: str
     """GPU type."""
-    gpus: Annotated[Literal[1, 2, 4, 8], BeforeValidator(_no_truth_value)] = 8
+    gpus: Annotated[Literal[1, 2, 4, 8], BeforeValidator(_reject_bool)] = 8
     """Number of GPUs."""
     price_per_hour: NonNegative | None = None
     """Dollars per hour of a machine, by default from the price table."""
     shape: str | None = None
     """Instance type in the price table, such as p5.48xlarge."""
-    stock: Whole = 64
+    stock: NonNegativeInt = 64
     """Maximum number of machines."""
     dram_gib: Gib = 512.0
     """Memory for caches in GiB."""
@@ -105,22 +105,22 @@ class GpuPrice(InputTable):
     date: str
 
 
-def gpu_table(own: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
-    """Return all GPU types by name: cornplug's table, and the GPU types `own` of the plan's input, which
-    replace types with the same name."""
-    return {**_known_gpus(), **{gpu.name: gpu for gpu in own}}
+def gpu_table(overrides: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
+    """Return all GPU types by name: cornplug's table, and the GPU types `overrides` of the plan's input,
+    which replace types with the same name."""
+    return {**_known_gpus(), **{gpu.name: gpu for gpu in overrides}}
 
 
-def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
-    """Return the price table in the file `own`, or cornplug's price table if `own` is None. Raises
+def price_table(path: Path | None = None) -> tuple[GpuPrice, ...]:
+    """Return the price table in the file `path`, or cornplug's price table if `path` is None. Raises
     ConfigError if the file cannot be read."""
-    if own is None:
+    if path is None:
         return _known_prices()
     try:
-        content = own.read_bytes()
+        content = path.read_bytes()
     except OSError as e:
-        raise ConfigError(str(own), f"cannot read the price table: {e.strerror}", "Correct the path.") from e
-    return _prices(content, str(own))
+        raise ConfigError(str(path), f"cannot read the price table: {e.strerror}", "Correct the path.") from e
+    return _prices(content, str(path))
 
 
 def node_classes(
@@ -131,14 +131,16 @@ def node_classes(
     A class without a price or shape has the price of the first row with the same GPU and number of GPUs.
     Raises ConfigError if a GPU, shape or price is unknown, or if a shape has another GPU or number of GPUs.
     """
-    return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(pool))
+    return tuple(price_node_class(i, nodes, gpus, prices) for i, nodes in enumerate(pool))
 
 
-def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
+def price_node_class(
+    i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]
+) -> NodeClass:
     """Return `nodes`, the node class at index `i` of the pool, with its price. Raises InputError, which is a
     ConfigError, in the same cases as `node_classes`."""
     if nodes.gpu not in gpus:
-        remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
+        remedy = f"{suggest_known_name(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
     if nodes.shape is None:
         if nodes.price_per_hour is not None:
@@ -152,16 +154,16 @@ def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequen
                 f"Set price_per_hour. Shapes in the table (GPUs): {', '.join(shapes) or 'none'}.",
             )
         return nodes.model_copy(update={"price_per_hour": found.price_per_hour, "shape": found.shape})
-    return _of_shape(i, nodes, prices)
+    return _price_by_shape(i, nodes, prices)
 
 
-def _of_shape(i: int, nodes: NodeClass, prices: Sequence[GpuPrice]) -> NodeClass:
+def _price_by_shape(i: int, nodes: NodeClass, prices: Sequence[GpuPrice]) -> NodeClass:
     found = next((p for p in prices if p.shape == nodes.shape), None)
     if found is None:
         if nodes.price_per_hour is not None:
             return nodes
         known = [p.shape for p in prices if p.gpu == nodes.gpu] or [p.shape for p in prices]
-        remedy = f"{nearest(str(nodes.shape), known)} Or set price_per_hour."
+        remedy = f"{suggest_known_name(str(nodes.shape), known)} Or set price_per_hour."
         raise InputError(("pool", i, "shape"), f"no shape {nodes.shape!r} in the price table", remedy)
     if (found.gpu, found.gpus) != (nodes.gpu, nodes.gpus):
         raise InputError(
@@ -194,14 +196,14 @@ def _prices(content: bytes, name: str) -> tuple[GpuPrice, ...]:
     try:
         rows = tomllib.loads(content.decode()).get("prices")
         if not isinstance(rows, list):
-            raise ConfigError(name, "the file contains no [[prices]]", _PRICE_TABLES)
+            raise ConfigError(name, "the file contains no [[prices]]", _PRICE_TABLE_REMEDY)
         return tuple(GpuPrice.model_validate(row) for row in rows)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(name, f"invalid TOML: {e}", _PRICE_TABLES) from e
+        raise ConfigError(name, f"invalid TOML: {e}", _PRICE_TABLE_REMEDY) from e
     except ValidationError as e:
         first = e.errors()[0]
         problem = f"row {first['input']}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(name, problem, _PRICE_TABLES) from e
+        raise ConfigError(name, problem, _PRICE_TABLE_REMEDY) from e
 
 
 def _data(name: str) -> bytes:

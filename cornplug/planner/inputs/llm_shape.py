@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, Self
 from pydantic import model_validator
 
 from cornplug.errors import CheckpointError
-from cornplug.planner.inputs.field_types import Count, InputTable, NonNegative, Positive, wrong
+from cornplug.planner.inputs.field_types import Count, InputTable, NonNegative, Positive, field_error
 
 Json = Mapping[str, Any]
-_EXPERTS: Final = ("experts", "experts_per_token")
+_EXPERT_KEYS: Final = ("experts", "experts_per_token")
 
 
 class LLMShape(InputTable):
@@ -47,9 +47,9 @@ class LLMShape(InputTable):
     """Number of weights in the embeddings and the output head, which are not quantised."""
 
     @model_validator(mode="after")
-    def _parts_of_the_whole(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.kv_heads > self.heads:
-            raise wrong(
+            raise field_error(
                 "kv_heads",
                 f"{self.kv_heads} KV heads for {self.heads} heads",
                 "Write at most the number of heads.",
@@ -57,7 +57,7 @@ class LLMShape(InputTable):
         for key in ("active_parameters", "embedding_parameters"):
             part = getattr(self, key)
             if part is not None and part > self.parameters:
-                raise wrong(
+                raise field_error(
                     key,
                     f"{part:g} is more than the {self.parameters:g} parameters",
                     "Write a smaller number.",
@@ -65,18 +65,18 @@ class LLMShape(InputTable):
         return self
 
     @model_validator(mode="after")
-    def _experts_of_a_mixture(self) -> Self:
+    def _check_experts(self) -> Self:
         said = (self.experts, self.experts_per_token)
         if said == (None, None):
             return self
-        missing = next((k for k in ("active_parameters", *_EXPERTS) if getattr(self, k) is None), None)
+        missing = next((k for k in ("active_parameters", *_EXPERT_KEYS) if getattr(self, k) is None), None)
         if missing is not None:
-            raise wrong(
+            raise field_error(
                 missing, "missing, but the shape has experts", "Write all three keys of a mixture of experts."
             )
         if self.experts_per_token >= self.experts:  # type: ignore[operator]
             remedy = "Write a smaller number, or omit both keys if each token uses all experts."
-            raise wrong("experts_per_token", f"{said[1]} of {said[0]} experts", remedy)
+            raise field_error("experts_per_token", f"{said[1]} of {said[0]} experts", remedy)
         return self
 
     @property
@@ -120,7 +120,7 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
 these values in the part of config.json for the LLM."""
 
 _QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
-_HEAD_NORMS: Final = ("qwen3", "gemma3")
+_HEAD_NORM_FAMILIES: Final = ("qwen3", "gemma3")
 _TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
@@ -132,9 +132,9 @@ def text_config(config: Json) -> Json:
     return {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
 
 
-def from_config(config: Json, counted: int | None = None) -> LLMShape:
-    """Return the shape that config.json describes. `counted` is the number of parameters in the weights, or
-    None if the weights are absent.
+def from_config(config: Json, counted_parameters: int | None = None) -> LLMShape:
+    """Return the shape that config.json describes. `counted_parameters` is the number of parameters in the
+    weights, or None if the weights are absent.
 
     Raises CheckpointError("bad_config") if config.json lacks a field that every decoder needs.
     """
@@ -144,17 +144,22 @@ def from_config(config: Json, counted: int | None = None) -> LLMShape:
     layers, hidden = _number(text, "num_hidden_layers"), _number(text, "hidden_size")
     gated = 3 * hidden
     dense_mlp = gated * _number(text, "intermediate_size") if experts.layers < layers else 0
-    norms = hidden * (4 if _is(text, ("gemma2", "gemma3")) else 2)
-    embeddings = _number(text, "vocab_size") * hidden * (1 if _tied(config, text) else 2)
+    norms = hidden * (4 if _is_family(text, ("gemma2", "gemma3")) else 2)
+    embeddings = _number(text, "vocab_size") * hidden * (1 if _ties_embeddings(config, text) else 2)
     total = (
         embeddings
         + layers * (attention.parameters + norms)
         + (layers - experts.layers) * dense_mlp
-        + experts.layers * (experts.router + experts.shared + experts.number * experts.one)
+        + experts.layers
+        * (
+            experts.router_parameters
+            + experts.shared_parameters
+            + experts.per_layer * experts.expert_parameters
+        )
         + hidden
     )
-    idle = experts.layers * (experts.number - experts.chosen) * experts.one
-    parameters = counted or total
+    idle = experts.layers * (experts.per_layer - experts.per_token) * experts.expert_parameters
+    parameters = counted_parameters or total
     return LLMShape(
         layers=layers,
         hidden=hidden,
@@ -163,8 +168,8 @@ def from_config(config: Json, counted: int | None = None) -> LLMShape:
         head_dim=attention.head_dim,
         parameters=parameters,
         active_parameters=parameters - idle if idle else None,
-        experts=experts.number if idle else None,
-        experts_per_token=experts.chosen if idle else None,
+        experts=experts.per_layer if idle else None,
+        experts_per_token=experts.per_token if idle else None,
         mla_rank=attention.mla_rank,
         max_context=int(text.get("max_position_embeddings") or 32768),
         embedding_parameters=embeddings,
@@ -192,7 +197,7 @@ def _attention(text: Json) -> _AttentionShape:
         parameters += q + 2 * kv + hidden
     elif str(text.get("model_type")) in _QKV_BIAS:
         parameters += q + 2 * kv
-    if _is(text, _HEAD_NORMS):
+    if _is_family(text, _HEAD_NORM_FAMILIES):
         parameters += 2 * head_dim
     return _AttentionShape(parameters, kv_heads, head_dim)
 
@@ -213,15 +218,15 @@ def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
 class _Experts:
     layers: int = 0
     """Number of layers with experts."""
-    number: int = 0
+    per_layer: int = 0
     """Routed experts per layer."""
-    chosen: int = 0
+    per_token: int = 0
     """Number of experts that one token is routed to."""
-    one: int = 0
+    expert_parameters: int = 0
     """Parameters of one expert in one layer."""
-    shared: int = 0
+    shared_parameters: int = 0
     """Parameters of the shared experts in one layer."""
-    router: int = 0
+    router_parameters: int = 0
     """Parameters of the router in one layer."""
 
 
@@ -253,12 +258,12 @@ def _is_sparse(text: Json, layer: int) -> bool:
     return (layer + 1) % int(text.get("decoder_sparse_step") or 1) == 0
 
 
-def _tied(config: Json, text: Json) -> bool:
+def _ties_embeddings(config: Json, text: Json) -> bool:
     by_default = str(text.get("model_type")) in _TIED_BY_DEFAULT
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", by_default)))
 
 
-def _is(text: Json, families: tuple[str, ...]) -> bool:
+def _is_family(text: Json, families: tuple[str, ...]) -> bool:
     return str(text.get("model_type", "")).startswith(families)
 
 

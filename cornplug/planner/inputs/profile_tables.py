@@ -45,14 +45,14 @@ QUANTITIES: Final = {
     "kv_tokens": "tokens",
     "mixed": "factor",
 }
-TIMELESS: Final = frozenset({"kv_tokens", "mixed"})
+KINDS_WITHOUT_TIME: Final = frozenset({"kv_tokens", "mixed"})
 """Kinds of rows that have no time. The value of such a row is its x."""
-_CHOICES: Final = {
+_ALLOWED_VALUES: Final = {
     "kind": tuple(QUANTITIES),
     "engine": ("vllm", "sglang", ""),
     "quantisation": ("none", "fp8", "awq", "gptq"),
 }
-_CURVES: Final = {
+_CURVE_FIELDS: Final = {
     "prefill": ("prefill_tokens", "prefill_s"),
     "decode": ("decode_requests", "decode_s"),
     "encode": ("encode_patches", "encode_s"),
@@ -69,7 +69,7 @@ class ProfileRow:
     x: float
     """Number that was varied, such as prompt tokens. Its unit depends on `kind` (`QUANTITIES`)."""
     seconds: float | None = None
-    """Measured time, or None for the kinds in `TIMELESS`."""
+    """Measured time, or None for the kinds in `KINDS_WITHOUT_TIME`."""
     tp: int = 1
     pp: int = 1
     engine: str | None = None
@@ -139,76 +139,78 @@ def read(path: Path) -> ProfileTable:
             rows.append(_row(f"{path}:{number}", next(csv.reader([line]))))
     if not rows:
         raise ConfigError(str(path), "has no rows", "Create it with `cornplug profile`")
-    _refuse_doubles(path, rows)
+    _check_duplicates(path, rows)
     return ProfileTable(tuple(rows), provenance)
 
 
-def _check_header(place: str, line: str) -> None:
+def _check_header(location: str, line: str) -> None:
     found = tuple(cell.strip() for cell in next(csv.reader([line])))
     if found != COLUMNS:
-        raise ConfigError(place, f"the header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
+        raise ConfigError(location, f"the header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
 
 
-def _row(place: str, cells: list[str]) -> ProfileRow:
+def _row(location: str, cells: list[str]) -> ProfileRow:
     if len(cells) != len(COLUMNS):
         raise ConfigError(
-            place, f"{len(cells)} columns", f"Write {len(COLUMNS)} columns: {','.join(COLUMNS)}"
+            location, f"{len(cells)} columns", f"Write {len(COLUMNS)} columns: {','.join(COLUMNS)}"
         )
     row = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
-    for column, choices in _CHOICES.items():
+    for column, choices in _ALLOWED_VALUES.items():
         if row[column] not in choices:
             remedy = f"Write one of {', '.join(c or repr(c) for c in choices)}"
-            raise ConfigError(f"{place} {column}", f"{row[column]!r} is not an allowed value", remedy)
+            raise ConfigError(f"{location} {column}", f"{row[column]!r} is not an allowed value", remedy)
     kind = row["kind"]
     if row["quantity"] != QUANTITIES[kind]:
         raise ConfigError(
-            f"{place} quantity",
+            f"{location} quantity",
             f"{row['quantity']!r} is not an allowed value",
             f"Write {QUANTITIES[kind]} in rows of kind {kind}",
         )
-    if kind in TIMELESS and row["seconds"]:
+    if kind in KINDS_WITHOUT_TIME and row["seconds"]:
         raise ConfigError(
-            f"{place} seconds", f"rows of kind {kind} have no time", "Leave it empty and write the value in x"
+            f"{location} seconds",
+            f"rows of kind {kind} have no time",
+            "Leave it empty and write the value in x",
         )
     if not row["gpu"]:
         raise ConfigError(
-            f"{place} gpu", "is empty", "Write the GPU type as in the input file, such as H100 or cpu-core"
+            f"{location} gpu", "is empty", "Write the GPU type as in the input file, such as H100 or cpu-core"
         )
     return ProfileRow(
         kind=kind,
         gpu=row["gpu"],
-        x=_number(place, "x", row["x"]),
-        seconds=None if kind in TIMELESS else _number(place, "seconds", row["seconds"]),
-        tp=_count(place, "tp", row["tp"]),
-        pp=_count(place, "pp", row["pp"]),
+        x=_number(location, "x", row["x"]),
+        seconds=None if kind in KINDS_WITHOUT_TIME else _number(location, "seconds", row["seconds"]),
+        tp=_count(location, "tp", row["tp"]),
+        pp=_count(location, "pp", row["pp"]),
         engine=row["engine"] or None,
         quantisation=row["quantisation"],
     )
 
 
-def _number(place: str, column: str, text: str) -> float:
+def _number(location: str, column: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
-            f"{place} {column}", f"{text!r} is not a positive number", "Write a number such as 0.252"
+            f"{location} {column}", f"{text!r} is not a positive number", "Write a number such as 0.252"
         )
     return value
 
 
-def _count(place: str, column: str, text: str) -> int:
+def _count(location: str, column: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{place} {column}", f"{text!r} is not a valid degree", "Write 1, 2, 4 or 8")
+        raise ConfigError(f"{location} {column}", f"{text!r} is not a valid degree", "Write 1, 2, 4 or 8")
     return int(text)
 
 
-def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
+def _check_duplicates(path: Path, rows: Iterable[ProfileRow]) -> None:
     seen: set[tuple[object, ...]] = set()
     for r in rows:
         # A profile has only one value for each of these kinds, so rows that differ in x are also duplicates.
-        x = None if r.kind in TIMELESS or r.kind in ("kv_token", "overhead") else r.x
+        x = None if r.kind in KINDS_WITHOUT_TIME or r.kind in ("kv_token", "overhead") else r.x
         key = (r.kind, r.gpu, r.tp, r.pp, r.engine, r.quantisation, x)
         if key in seen:
             raise ConfigError(
@@ -217,7 +219,7 @@ def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
         seen.add(key)
 
 
-def loaded(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
+def load_points(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
     """Return the profile with the points of its file. Inline points of a kind are kept if the file has no
     points of this kind.
 
@@ -253,7 +255,7 @@ def _points(rows: Iterable[ProfileRow]) -> dict[str, Any]:
     for r in sorted(rows, key=lambda r: (r.kind, r.engine is not None, r.x)):
         of.setdefault(r.kind, {})[r.x] = r
     fields: dict[str, Any] = {}
-    for kind, (x_field, s_field) in _CURVES.items():
+    for kind, (x_field, s_field) in _CURVE_FIELDS.items():
         points = sorted(of.get(kind, {}).values(), key=lambda r: r.x)
         if points:
             whole = kind != "generate"

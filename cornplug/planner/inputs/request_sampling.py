@@ -1,9 +1,9 @@
-"""Sampling of requests from the length distributions or the trace of a request class.
+"""Request classes, which are the demands on the pool, and samples of their requests.
 
-A length is a number, a log-normal distribution or a histogram. A trace has the arrival times and the numbers
-of prompt and output tokens of recorded requests, in one of the formats "azure" (Azure LLM inference traces
-2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25 traces, JSON lines) and "csv" (columns at_s, prompt_tokens
-and output_tokens).
+Requests are sampled from the length distributions or the trace of a class. A length is a number, a log-normal
+distribution or a histogram. A trace has the arrival times and the numbers of prompt and output tokens of
+recorded requests, in one of the formats "azure" (Azure LLM inference traces 2023 and 2024, CSV), "mooncake"
+(Mooncake's FAST'25 traces, JSON lines) and "csv" (columns at_s, prompt_tokens and output_tokens).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -23,17 +23,115 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.schema import Histogram, Length, LogNormal, RequestMedia, RequestSpec
+from cornplug.planner.inputs.request_tables import IdleTimes, PercentileBounds
+from cornplug.planner.inputs.schema import (
+    Application,
+    Histogram,
+    Length,
+    LogNormal,
+    RequestMedia,
+    RequestSpec,
+    Slo,
+)
+
+
+@dataclass(frozen=True)
+class RequestClass:
+    """Request class: the requests of an application that one of its `requests` tables describes."""
+
+    app: Application
+    request: RequestSpec
+
+    @property
+    def name(self) -> str:
+        """Name of the demand: "application/request"."""
+        return f"{self.app.name}/{self.request.name}"
+
+    @property
+    def slo(self) -> Slo:
+        """Latency targets of the class. For a job without a bound on the E2E time, the targets include a
+        bound for the last responses."""
+        slo, job = self.request.slo or self.app.slo, self.request.job
+        if job is None or slo.all_bounds("e2e"):
+            return slo
+        last = PercentileBounds(percentile="p99", e2e_s=job.last_response_s)
+        return slo.model_copy(update={"also": [*slo.also, last]})
+
+    @property
+    def rate(self) -> float:
+        """Requests per second that the plan must carry."""
+        return self.request.rate * self.request.peak
+
+    @property
+    def has_hourly_rates(self) -> bool:
+        """Whether the input has a rate for each hour of the day."""
+        return self.request.rate_by_hour is not None
+
+    def share_at(self, hour: int) -> float:
+        """Return the rate in an hour of the day as a fraction of `rate`, or 1 if the input has a single rate.
+
+        If an observed rate replaces the input's rate, all hours scale with it.
+        """
+        hours = self.request.rate_by_hour
+        return 1.0 if hours is None else hours[hour] / max(hours)
+
+    @property
+    def online(self) -> bool:
+        return self.app.workload == "online"
+
+
+def request_classes(applications: Iterable[Application]) -> dict[str, RequestClass]:
+    """Return all request classes by name, in the order of the applications."""
+    classes = [RequestClass(app, request) for app in applications for request in app.requests]
+    return {c.name: c for c in classes}
+
+
+class RequestSamples(tuple["SampledRequest", ...]):
+    """Sampled requests of a class. The hash is computed only once, because the samples are part of the key
+    for cached capacities."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRequest:
+    """Sizes of one request, drawn from its class's distributions."""
+
+    prompt_tokens: int
+    """Number of all prompt tokens: text, shared prefix and media."""
+    cached_tokens: int
+    """Number of prompt tokens whose KV is in a cache."""
+    patches: tuple[int, ...]
+    """Number of patches of each media item that must be encoded. Items whose embedding is cached are
+    omitted."""
+    output_tokens: int
+    """Number of generated tokens. At least 1, because prefill generates the first token."""
+    units: float
+    """Units of work for a generator, or 0 if the request needs none."""
+    idle: IdleTimes | None = None
+    """Times of the request if it runs alone on the reference replica, or None if the class's SLO bounds no
+    slowdown."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Number of prompt tokens that prefill computes. At least 1, because the engines always compute the
+        last token."""
+        return max(self.prompt_tokens - self.cached_tokens, 1)
+
 
 _NORMAL: Final = NormalDist()
 TraceFormat = Literal["azure", "mooncake", "csv"]
 T = TypeVar("T")
-_OBJECTS: Final = "Mooncake traces contain one JSON object per line."
+_JSON_LINES_REMEDY: Final = "Mooncake traces contain one JSON object per line."
 
 
 @dataclass(frozen=True)
-class HitShares:
+class HitRates:
     """Hit rates of the caches that the samples assume."""
 
     embedding: Mapping[str, float]
@@ -48,7 +146,7 @@ def sample_requests(
     n: int,
     *,
     patches_per_token: Mapping[str, int],
-    hits: HitShares,
+    hits: HitRates,
 ) -> list[SampledRequest]:
     """Draw `n` requests. The tokens of media items are part of the prompt, whether or not the items'
     embeddings are cached.
@@ -67,7 +165,7 @@ def sample_requests(
         missed = rng.random(len(owner)) >= hit_rate
         for i, size in zip(owner[missed].tolist(), (item_tokens[missed] * per_token).tolist(), strict=True):
             patches[i].append(size)
-    cached = _cached(request, rng, text, hits.prefix)
+    cached = _sample_cached_tokens(request, rng, text, hits.prefix)
     units = sample_lengths(request.generates.units, rng, n) if request.generates else np.zeros(n)
     return [
         SampledRequest(prompt_tokens, cached_tokens, tuple(items), output_tokens, float(work))
@@ -100,7 +198,7 @@ def _items(
     return owner, sample_lengths(media.tokens, rng, len(owner))
 
 
-def _cached(
+def _sample_cached_tokens(
     request: RequestSpec, rng: np.random.Generator, text: NDArray[np.int64], hit_rate: float
 ) -> NDArray[np.int64]:
     if request.prefix is None:
@@ -118,7 +216,7 @@ def mean_length(length: Length) -> float:
         return float(length)
     if isinstance(length, Histogram):
         return float(np.average(length.values, weights=length.weights))
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     if sigma == 0:
         return length.mean
     z = (math.log(length.max) - mu) / sigma
@@ -133,13 +231,13 @@ def length_quantile(length: Length, q: float) -> int:
         return length
     if isinstance(length, Histogram):
         return _quantile_of(length, q)
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     if sigma == 0:
-        return _whole(length.mean)
+        return _round_length(length.mean)
     below = q * _NORMAL.cdf((math.log(length.max) - mu) / sigma)
     if below <= 0:
         return 1
-    return min(_whole(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
+    return min(_round_length(math.exp(mu + sigma * _NORMAL.inv_cdf(min(below, 1 - 1e-16)))), length.max)
 
 
 def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
@@ -150,7 +248,7 @@ def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[
         weights = np.asarray(length.weights)
         chosen: NDArray[np.int64] = rng.choice(np.asarray(length.values), n, p=weights / weights.sum())
         return chosen
-    mu, sigma = _underlying(length)
+    mu, sigma = _log_parameters(length)
     lengths = rng.lognormal(mu, sigma, n)
     # The model checks that `max` is at least `mean`, so each round keeps more than half of the samples.
     while (beyond := lengths > length.max).any():
@@ -159,13 +257,13 @@ def sample_lengths(length: Length, rng: np.random.Generator, n: int) -> NDArray[
     return tokens
 
 
-def _underlying(length: LogNormal) -> tuple[float, float]:
+def _log_parameters(length: LogNormal) -> tuple[float, float]:
     """Return the mean and the standard deviation of the logarithm of a length."""
     variance = math.log1p(length.cv**2)
     return math.log(length.mean) - variance / 2, math.sqrt(variance)
 
 
-def _whole(length: float) -> int:
+def _round_length(length: float) -> int:
     return max(round(length), 1)
 
 
@@ -188,10 +286,10 @@ class RequestTrace:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TraceLayout:
     columns: tuple[str, str, str]
     """Names of the columns with the arrival time, the prompt tokens and the output tokens."""
-    seconds: Callable[[Any], float]
+    parse_time: Callable[[Any], float]
     """Converts an arrival time in the file to seconds."""
 
 
@@ -199,10 +297,10 @@ def _azure_seconds(text: str) -> float:
     return datetime.fromisoformat(text.strip()).timestamp()
 
 
-_LAYOUTS: Final[Mapping[TraceFormat, _Layout]] = {
-    "azure": _Layout(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds),
-    "mooncake": _Layout(("timestamp", "input_length", "output_length"), lambda ms: float(ms) / 1000),
-    "csv": _Layout(("at_s", "prompt_tokens", "output_tokens"), float),
+_LAYOUTS: Final[Mapping[TraceFormat, _TraceLayout]] = {
+    "azure": _TraceLayout(("TIMESTAMP", "ContextTokens", "GeneratedTokens"), _azure_seconds),
+    "mooncake": _TraceLayout(("timestamp", "input_length", "output_length"), lambda ms: float(ms) / 1000),
+    "csv": _TraceLayout(("at_s", "prompt_tokens", "output_tokens"), float),
 }
 
 
@@ -230,7 +328,7 @@ def _read(path: Path, format: TraceFormat, _changed_ns: int, _size: int) -> Requ
         ) from e
     if not rows:
         raise ConfigError(str(path), "the trace has no requests", "Use a file with at least one request.")
-    at, prompt, output = zip(*(_numbers(path, line, row, layout) for line, row in rows), strict=True)
+    at, prompt, output = zip(*(_parse_request(path, line, row, layout) for line, row in rows), strict=True)
     at_s = np.asarray(at)
     order = np.argsort(at_s, kind="stable")
     return RequestTrace(
@@ -238,7 +336,9 @@ def _read(path: Path, format: TraceFormat, _changed_ns: int, _size: int) -> Requ
     )
 
 
-def _csv_rows(file: Iterator[str], path: Path, layout: _Layout) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv_rows(
+    file: Iterator[str], path: Path, layout: _TraceLayout
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(file)
     lacking = [name for name in layout.columns if name not in (reader.fieldnames or ())]
     if lacking:
@@ -258,16 +358,18 @@ def _json_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, Mapping[s
         try:
             row = json.loads(text)
         except json.JSONDecodeError as e:
-            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _OBJECTS) from e
+            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _JSON_LINES_REMEDY) from e
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{line}", "not a JSON object", _OBJECTS)
+            raise ConfigError(f"{path}:{line}", "not a JSON object", _JSON_LINES_REMEDY)
         yield line, row
 
 
-def _numbers(path: Path, line: int, row: Mapping[str, Any], layout: _Layout) -> tuple[float, int, int]:
+def _parse_request(
+    path: Path, line: int, row: Mapping[str, Any], layout: _TraceLayout
+) -> tuple[float, int, int]:
     at, prompt, output = layout.columns
     return (
-        _cell(path, line, row, at, layout.seconds, "a time"),
+        _cell(path, line, row, at, layout.parse_time, "a time"),
         _cell(path, line, row, prompt, _tokens, "a number of tokens"),
         # A request without output tokens counts as one token, because engines generate at least one.
         max(_cell(path, line, row, output, _tokens, "a number of tokens"), 1),

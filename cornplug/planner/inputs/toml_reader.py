@@ -18,16 +18,16 @@ from pydantic_core import ErrorDetails
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import cross_checks
-from cornplug.planner.inputs.field_types import InputError, Place, field_path, nearest
+from cornplug.planner.inputs.field_types import InputError, Location, field_path, suggest_known_name
 from cornplug.planner.inputs.schema import Histogram, InputTable, LogNormal, PlanInput
 
-_WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
+_POSITION_SUFFIX: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 File = TypeVar("File", bound=PlanInput)
-_LENGTH: Final = (
+_LENGTH_EXAMPLE: Final = (
     "{0} = 600, {0} = {{ mean = 600, cv = 1.0 }} or {0} = {{ values = [100, 900], weights = [3, 1] }}"
 )
 _EXAMPLES: Final[Mapping[str, str]] = {
-    **{key: _LENGTH.format(key) for key in ("prompt", "output", "items", "units")},
+    **{key: _LENGTH_EXAMPLE.format(key) for key in ("prompt", "output", "items", "units")},
     "name": 'name = "chat"',
     "kind": 'kind = "llm"',
     "llm": 'llm = "NAME" of a component',
@@ -54,7 +54,7 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "pool": '[[pool]] with name = "h100" and gpu = "H100"',
     "profiles": 'profiles = [{ kind = "roofline" }]',
 }
-_WORDS: Final[Mapping[str, str]] = {
+_TYPE_WORDS: Final[Mapping[str, str]] = {
     "int": "a whole number",
     "float": "a number",
     "finite": "a number",
@@ -97,9 +97,9 @@ def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[Inp
     try:
         plan_input = table.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
-        raise _joined(path, text, _problems(e, data)) from e
+        raise _join_errors(path, text, _problems(e, data)) from e
     if errors := list(checks(plan_input)):
-        raise _joined(path, text, errors)
+        raise _join_errors(path, text, errors)
     return plan_input
 
 
@@ -115,51 +115,51 @@ def _text(path: Path) -> str:
 
 
 def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
-    found = _WHERE.search(str(error))
+    found = _POSITION_SUFFIX.search(str(error))
     line = int(found[1]) if found and found[1] else text.count("\n") + 1
-    problem = _WHERE.sub("", str(error))
+    problem = _POSITION_SUFFIX.sub("", str(error))
     content = text.splitlines()[line - 1].strip() if line <= text.count("\n") + 1 and text else ""
     remedy = "Use TOML syntax: key = value, strings in quotes, and headers such as [rules] or [[components]]."
     return ConfigError(f"{path}:{line}", f"{problem}: {content}" if content else problem, remedy)
 
 
-def _joined(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
+def _join_errors(path: Path, text: str, errors: Iterable[InputError]) -> ConfigError:
     lines = key_lines(text)
-    placed = sorted(((key_line(lines, e.place), e) for e in errors), key=lambda pair: pair[0])
+    placed = sorted(((key_line(lines, e.location), e) for e in errors), key=lambda pair: pair[0])
     (line, first), *others = placed
     more = [f"{path}:{at} {e}" for at, e in others]
     return ConfigError(
-        f"{path}:{line} {field_path(first.place)}", first.problem, "\n".join([first.remedy, *more])
+        f"{path}:{line} {field_path(first.location)}", first.problem, "\n".join([first.remedy, *more])
     )
 
 
 def _problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputError]:
     """Convert a validation error of the file with this `data`. Returns at most one error for each location in
     the file, and omits the errors of a table in which another location has an error."""
-    found: dict[Place, InputError] = {}
+    found: dict[Location, InputError] = {}
     for detail in error.errors():
         if detail["type"] == "union_tag_not_found" and detail["loc"][-1] == "shape":
             continue  # The shape's kind is derived from the component's kind, for which an error is reported.
         one = _problem(detail, data)
-        found.setdefault(one.place, one)
+        found.setdefault(one.location, one)
     inner = {place[:end] for place in found for end in range(len(place))}
     return [one for place, one in found.items() if place not in inner]
 
 
 def _problem(detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
-    place, kind = _place(detail, data), detail["type"]
-    make = _MAKERS.get(kind)
-    if make is None and kind.split("_")[0] in _WORDS:
+    place, kind = _error_location(detail, data), detail["type"]
+    make = _ERROR_MAKERS.get(kind)
+    if make is None and kind.split("_")[0] in _TYPE_WORDS:
         make = _wrong_type
     if make is None:
-        return InputError(place, f"{_shown(detail['input'])}: {detail['msg']}", _example(place))
+        return InputError(place, f"{_format_value(detail['input'])}: {detail['msg']}", _example(place))
     return make(place, detail, data)
 
 
-def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
+def _error_location(detail: ErrorDetails, data: Mapping[str, Any]) -> Location:
     """Return the error's location in the file: pydantic's location without the names of a union's members,
     which the file does not contain."""
-    place: Place = ()
+    place: Location = ()
     value: Any = data
     for part in detail["loc"]:
         inside = (
@@ -172,58 +172,60 @@ def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
     return (*place, detail["loc"][-1]) if detail["type"] == "missing" else place
 
 
-def _missing(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
-    return InputError(place, "missing", _example(place))
+def _missing(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    return InputError(location, "missing", _example(location))
 
 
-def _unknown_key(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
-    keys = sorted(_keys_at(place[:-1], detail["loc"]))
-    return InputError(place, "unknown key", nearest(str(place[-1]), keys))
+def _unknown_key(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    keys = sorted(_keys_at(location[:-1], detail["loc"]))
+    return InputError(location, "unknown key", suggest_known_name(str(location[-1]), keys))
 
 
-def _wrong_type(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
-    word = _WORDS[detail["type"].split("_")[0]]
-    remedy = _example(place, otherwise=f"Write {word}.")
-    return InputError(place, f"{_shown(detail['input'])} is not {word}", remedy)
+def _wrong_type(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    word = _TYPE_WORDS[detail["type"].split("_")[0]]
+    remedy = _example(location, otherwise=f"Write {word}.")
+    return InputError(location, f"{_format_value(detail['input'])} is not {word}", remedy)
 
 
-def _not_one_of(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+def _not_one_of(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     expected = str(detail.get("ctx", {}).get("expected", "")).replace("'", '"')
-    return InputError(place, f"{_shown(detail['input'])} is not an allowed value", f"Write {expected}.")
+    return InputError(
+        location, f"{_format_value(detail['input'])} is not an allowed value", f"Write {expected}."
+    )
 
 
-def _no_tag(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+def _no_tag(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     context = detail.get("ctx", {})
     tag = context.get("tag")
     problem = f'"{tag}" is not an allowed value' if tag else "missing"
-    return InputError((*place, "kind"), problem, f"Write kind = {_PROFILE_KINDS}.")
+    return InputError((*location, "kind"), problem, f"Write kind = {_PROFILE_KINDS}.")
 
 
-def _out_of_range(word: str, key: str) -> Callable[[Place, ErrorDetails, Mapping[str, Any]], InputError]:
-    def make(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+def _out_of_range(word: str, key: str) -> Callable[[Location, ErrorDetails, Mapping[str, Any]], InputError]:
+    def make(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
         bound = detail.get("ctx", {})[key]
-        remedy = _example(place, otherwise=f"Write a number {word} {bound:g}.")
-        return InputError(place, f"{_shown(detail['input'])} is not {word} {bound:g}", remedy)
+        remedy = _example(location, otherwise=f"Write a number {word} {bound:g}.")
+        return InputError(location, f"{_format_value(detail['input'])} is not {word} {bound:g}", remedy)
 
     return make
 
 
-def _empty(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
-    return InputError(place, "empty", _example(place, otherwise="Write at least one."))
+def _empty(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+    return InputError(location, "empty", _example(location, otherwise="Write at least one."))
 
 
-def _bad_name(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+def _bad_name(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     remedy = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
-    return InputError(place, f"{_shown(detail['input'])} is not a valid name", remedy)
+    return InputError(location, f"{_format_value(detail['input'])} is not a valid name", remedy)
 
 
-def _of_a_validator(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
+def _validator_error(location: Location, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     context = detail.get("ctx", {})
     key = context["key"]
-    return InputError((*place, key) if key else place, context["problem"], context["remedy"])
+    return InputError((*location, key) if key else location, context["problem"], context["remedy"])
 
 
-_MAKERS: Final[Mapping[str, Callable[[Place, ErrorDetails, Mapping[str, Any]], InputError]]] = {
+_ERROR_MAKERS: Final[Mapping[str, Callable[[Location, ErrorDetails, Mapping[str, Any]], InputError]]] = {
     "missing": _missing,
     "extra_forbidden": _unknown_key,
     "literal_error": _not_one_of,
@@ -234,18 +236,18 @@ _MAKERS: Final[Mapping[str, Callable[[Place, ErrorDetails, Mapping[str, Any]], I
     "less_than_equal": _out_of_range("at most", "le"),
     "too_short": _empty,
     "string_pattern_mismatch": _bad_name,
-    "plan_input": _of_a_validator,
+    "plan_input": _validator_error,
 }
 
 
-def _example(place: Place, otherwise: str = "") -> str:
-    key = next((part for part in reversed(place) if isinstance(part, str)), "")
+def _example(location: Location, otherwise: str = "") -> str:
+    key = next((part for part in reversed(location) if isinstance(part, str)), "")
     if key in _EXAMPLES:
         return f"Write, for example, {_EXAMPLES[key]}."
     return otherwise or f"Add {key} = ..., or remove the whole table."
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -254,11 +256,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _keys_at(place: Place, loc: Place) -> set[str]:
+def _keys_at(location: Location, loc: Location) -> set[str]:
     """Return the keys that the pydantic models allow in the table at a location. If the table is a member of
     a union, `loc` contains the name of the member."""
     tables: list[type[InputTable]] = [PlanInput]
-    for key in place:
+    for key in location:
         if isinstance(key, str):
             fields = [table.model_fields[key] for table in tables if key in table.model_fields]
             tables = [table for one in fields for table in _tables(one.annotation)]
@@ -279,124 +281,124 @@ def _tables(annotation: Any) -> Iterator[type[InputTable]]:
         yield from _tables(inner)
 
 
-def key_lines(text: str) -> dict[Place, int]:
+def key_lines(text: str) -> dict[Location, int]:
     """Return the line of each location in the text, counted from 1. A table that dotted keys create has the
     line of the first of these keys."""
-    return _Scan(text).places()
+    return _KeyScanner(text).scan()
 
 
-def key_line(lines: dict[Place, int], place: Place) -> int:
+def key_line(lines: dict[Location, int], location: Location) -> int:
     """Return the line of a location, or of the innermost table around the location that the file contains.
     Returns 1 if the file contains no such table."""
-    while place and place not in lines:
-        place = place[:-1]
-    return lines.get(place, 1)
+    while location and location not in lines:
+        location = location[:-1]
+    return lines.get(location, 1)
 
 
-class _Scan:
+class _KeyScanner:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._offset = 0
         self._newlines = [m.start() for m in re.finditer("\n", text)]
-        self._lines: dict[Place, int] = {}
-        self._elements: dict[Place, int] = {}
+        self._lines: dict[Location, int] = {}
+        self._element_counts: dict[Location, int] = {}
         """Number of [[tables]] before the current position, by the location of their list."""
 
-    def places(self) -> dict[Place, int]:
-        table: Place = ()
-        while self._skip(_BLANK) and self._at < len(self._text):
+    def scan(self) -> dict[Location, int]:
+        table: Location = ()
+        while self._skip(_BLANK) and self._offset < len(self._text):
             line = self._line
             if self._take("[["):
                 table = self._next_element(self._key())
                 self._take("]]")
             elif self._take("["):
-                table = self._inside(self._key())
+                table = self._table_location(self._key())
                 self._take("]")
             else:
                 self._pair(table)
                 continue
-            self._note(table, line)
+            self._record_line(table, line)
         return self._lines
 
     @property
     def _line(self) -> int:
-        return bisect_right(self._newlines, self._at - 1) + 1
+        return bisect_right(self._newlines, self._offset - 1) + 1
 
-    def _note(self, place: Place, line: int) -> None:
-        for end in range(1, len(place) + 1):
-            self._lines.setdefault(place[:end], line)
+    def _record_line(self, location: Location, line: int) -> None:
+        for end in range(1, len(location) + 1):
+            self._lines.setdefault(location[:end], line)
 
-    def _inside(self, keys: Place) -> Place:
+    def _table_location(self, keys: Location) -> Location:
         """Return the location of a header's table. The key of a [[list]] refers to the last element so
         far."""
-        place: Place = ()
+        place: Location = ()
         for key in keys:
             place += (key,)
-            if place in self._elements:
-                place += (self._elements[place] - 1,)
+            if place in self._element_counts:
+                place += (self._element_counts[place] - 1,)
         return place
 
-    def _next_element(self, keys: Place) -> Place:
-        elements = (*self._inside(keys[:-1]), keys[-1])
-        number = self._elements.get(elements, 0)
-        self._elements[elements] = number + 1
+    def _next_element(self, keys: Location) -> Location:
+        elements = (*self._table_location(keys[:-1]), keys[-1])
+        number = self._element_counts.get(elements, 0)
+        self._element_counts[elements] = number + 1
         return (*elements, number)
 
-    def _pair(self, table: Place) -> None:
+    def _pair(self, table: Location) -> None:
         line = self._line
         place = table + self._key()
-        self._note(place, line)
+        self._record_line(place, line)
         self._skip(_BLANK)
         self._take("=")
         self._value(place)
 
-    def _key(self) -> Place:
+    def _key(self) -> Location:
         keys: list[str] = []
         while True:
             self._skip(_BLANK)
-            if found := _BARE_KEY.match(self._text, self._at):
+            if found := _BARE_KEY.match(self._text, self._offset):
                 keys.append(found[0])
             else:
-                found = _STRING.match(self._text, self._at)
+                found = _STRING.match(self._text, self._offset)
                 assert found, "a key, as tomllib has seen"
                 keys.append(tomllib.loads(f"key = {found[0]}")["key"])
-            self._at = found.end()
-            if not (dot := _DOT.match(self._text, self._at)):
+            self._offset = found.end()
+            if not (dot := _DOT.match(self._text, self._offset)):
                 self._skip(_BLANK)
                 return tuple(keys)
-            self._at = dot.end()
+            self._offset = dot.end()
 
-    def _value(self, place: Place) -> None:
+    def _value(self, location: Location) -> None:
         self._skip(_BLANK)
-        self._note(place, self._line)
+        self._record_line(location, self._line)
         if self._take("["):
-            self._array(place)
+            self._array(location)
         elif self._take("{"):
-            self._inline_table(place)
+            self._inline_table(location)
         else:
             self._skip(_STRING) or self._skip(_SCALAR)
 
-    def _array(self, place: Place) -> None:
+    def _array(self, location: Location) -> None:
         number = 0
         while self._skip(_BLANK) and not self._take("]"):
-            self._value((*place, number))
+            self._value((*location, number))
             number += 1
             self._skip(_BLANK)
             self._take(",")
 
-    def _inline_table(self, place: Place) -> None:
+    def _inline_table(self, location: Location) -> None:
         while self._skip(_BLANK) and not self._take("}"):
-            self._pair(place)
+            self._pair(location)
             self._skip(_BLANK)
             self._take(",")
 
     def _take(self, token: str) -> bool:
-        found = self._text.startswith(token, self._at)
-        self._at += len(token) if found else 0
+        found = self._text.startswith(token, self._offset)
+        self._offset += len(token) if found else 0
         return found
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
         """Advance past a match of the pattern, and return whether it matched. `_BLANK` always matches."""
-        found = pattern.match(self._text, self._at)
-        self._at = found.end() if found else self._at
+        found = pattern.match(self._text, self._offset)
+        self._offset = found.end() if found else self._offset
         return found is not None

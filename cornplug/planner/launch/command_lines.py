@@ -1,8 +1,9 @@
 """Commands of a deployment, one for each process, and the files to which the commands refer.
 
-Commands contain the engines' own flags, and variables that `LaunchCommand.resolved` substitutes: `${HOST_n}`
-(a host without a name), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
+Commands contain the engines' own flags, and variables that `LaunchCommand.substitute` substitutes:
+`${HOST_n}` (a host without a name), `${RUN_DIR}` (folder for the host's sockets and logs), `${PLAN_DIR}`
 (folder with the deployment's files) and `${SECRET_FILE}` (a file of 32 bytes that is the same on all hosts).
+The file `commands.txt` lists the command lines of all processes, for reading and copying.
 """
 
 from __future__ import annotations
@@ -10,31 +11,42 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from string import Template
 from typing import Final, Literal, assert_never
 
-from cornplug.host import reachable
-from cornplug.planner.launch import kv_transfer as transfers
+from cornplug.host import reachable_address
+from cornplug.planner.launch import connections as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
-from cornplug.planner.launch.addresses import ReplicaAddress, serves_others, sites
-from cornplug.planner.launch.encoder_links import SECRET_ENV, encoder_links, encoder_socket
-from cornplug.planner.launch.group_context import (
+from cornplug.planner.launch.connections import (
+    SECRET_ENV,
+    ReplicaAddress,
+    Transfer,
+    accepts_remote_hosts,
+    encoder_links,
+    encoder_socket,
+    hosts,
+    replica_addresses,
+)
+from cornplug.planner.launch.engine_groups import (
     STORE_SOCKET,
     GroupContext,
+    RouterCommand,
     bind_address,
     caches_for,
     context_for,
     is_cpu,
     role_of,
-    store_size,
+    route_entries,
+    routers,
+    store_size_flags,
 )
-from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.routers import RouterCommand, entries, routers
 from cornplug.planner.plan import Deployment
 
-_CLOSED: Final = (
+_CLOSED_REMARK: Final = (
     "Other hosts can reach this service, so it starts only with --allow-anonymous (launch.allow_anonymous of "
     "the plan's input), or with --require-key and keys."
 )
@@ -70,7 +82,7 @@ class LaunchCommand:
     settings: str = ""
     """Text of the settings file that the process reads at startup, if a change of the text requires a
     restart."""
-    beside_others: bool = False
+    shares_gpu: bool = False
     """Whether other processes use the same GPU. Each of these processes takes a share of the free memory, so
     the next process is started only when this process is ready.
     """
@@ -80,7 +92,7 @@ class LaunchCommand:
     def url(self) -> str | None:
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
-    def resolved(self, values: Mapping[str, str]) -> LaunchCommand:
+    def substitute(self, values: Mapping[str, str]) -> LaunchCommand:
         """Return the command with `values` substituted for its variables ("HOST_1" -> "10.0.0.1").
 
         Variables without a value are not changed.
@@ -115,7 +127,7 @@ def commands(deployment: Deployment, *, transfer: Transfer = "nixl") -> list[Lau
 
     Raises ConfigError if replicas are not placed, or if an engine has no settings.
     """
-    placed = sites(deployment)
+    placed = replica_addresses(deployment)
     links = encoder_links(deployment, placed)
     contexts = [context_for(deployment, site, placed, transfer=transfer, links=links) for site in placed]
     engines = [
@@ -146,14 +158,16 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
 
 
 def files(
-    deployment: Deployment, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()
+    deployment: Deployment, *, transfer: Transfer = "nixl", unready_urls: Collection[str | None] = ()
 ) -> dict[str, str]:
     """Return the text of the files to which the commands refer, by name.
 
-    `without` contains addresses that do not serve requests yet, which routes.json omits.
+    `unready_urls` contains addresses that do not serve requests yet, which routes.json omits.
     """
-    placed = sites(deployment)
-    table = entries(deployment, routers(deployment, placed, transfer=transfer), without=without)
+    placed = replica_addresses(deployment)
+    table = route_entries(
+        deployment, routers(deployment, placed, transfer=transfer), unready_urls=unready_urls
+    )
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if deployment.reservations:
         found["qos.toml"] = _qos_toml(deployment)
@@ -165,7 +179,7 @@ def files(
 def _stores(
     deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    wanting = _storing(deployment, placed, contexts)
+    wanting = _store_hosts(deployment, placed, contexts)
     env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if _has_namespaces(deployment) else {}
     return [
         LaunchCommand(
@@ -177,7 +191,7 @@ def _stores(
                 "serve-store",
                 "--socket",
                 STORE_SOCKET,
-                *store_size(deployment),
+                *store_size_flags(deployment),
                 *deployment.store_flags,
             ),
             env,
@@ -189,7 +203,7 @@ def _stores(
     ]
 
 
-def _storing(
+def _store_hosts(
     deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> dict[str, None]:
     """Return the hosts that need a store.
@@ -200,7 +214,7 @@ def _storing(
     return {
         site.host: None
         for site, its in zip(placed, contexts, strict=True)
-        if its.sharing.anything
+        if its.sharing.is_enabled
         or (
             site.group.engine == "cornplug"
             and caches_for(deployment, "embedding", set(site.group.components))
@@ -231,7 +245,7 @@ def _encoders(
     deployment: Deployment, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
     """Return the commands of the encoder services. The replicas of a group on one host are one service."""
-    stored = _storing(deployment, placed, contexts)
+    stored = _store_hosts(deployment, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
         if site.group.engine == "cornplug":
@@ -282,7 +296,7 @@ def _encoder(
     shared = len(local) - len(devices)
     bound = bind_address(deployment, site.host)
     # A bind address that is a variable belongs to a host without a name, on which `cornplug launch` runs.
-    closed = not deployment.allow_anonymous and not bound.startswith("$") and serves_others(bound)
+    closed = not deployment.allow_anonymous and not bound.startswith("$") and accepts_remote_hosts(bound)
     remark = (
         f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "
         f"all {len(local)}"
@@ -300,25 +314,25 @@ def _encoder(
         gpus=() if cpu else tuple(devices),
         share=site.group.share,
         settings=_qos_toml(deployment).partition("\n")[2] if deployment.reservations else "",
-        beside_others=site.group.share < 1,
-        remarks=(*([remark] if shared else []), *([_CLOSED] if closed else [])),
+        shares_gpu=site.group.share < 1,
+        remarks=(*([remark] if shared else []), *([_CLOSED_REMARK] if closed else [])),
     )
 
 
-def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
+def _engine(site: ReplicaAddress, context: GroupContext) -> LaunchCommand:
     group = site.group
     argv: list[str] = []
     env: dict[str, str] = {}
     match group.engine:
         case "vllm":
-            argv, env = vllm_flags.argv(site, its), vllm_flags.env(site, its)
+            argv, env = vllm_flags.argv(site, context), vllm_flags.env(site, context)
         case "sglang":
-            argv, env = sglang_flags.argv(site, its), sglang_flags.env(site, its)
+            argv, env = sglang_flags.argv(site, context), sglang_flags.env(site, context)
         case "external":
             devices = ",".join(map(str, site.devices))
             env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}
             argv = [
-                word.replace("{port}", str(site.port)).replace("{host}", its.bind_address)
+                word.replace("{port}", str(site.port)).replace("{host}", context.bind_address)
                 for word in group.command
             ]
         case "cornplug":
@@ -333,24 +347,24 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         {**env, **group.env},
         "external" if group.engine == "external" else "engine",
         site.port,
-        None if site.rank or not argv else _health(site.port, its.bind_address, group.health),
+        None if site.rank or not argv else _health(site.port, context.bind_address, group.health),
         rank=site.rank,
         cores=site.devices if is_cpu(group) and argv else (),
         gpus=() if is_cpu(group) else site.devices,
         share=group.share,
-        beside_others=group.share < 1,
-        remarks=_remarks(site, its),
+        shares_gpu=group.share < 1,
+        remarks=_remarks(site, context),
     )
 
 
-def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
+def _remarks(site: ReplicaAddress, context: GroupContext) -> tuple[str, ...]:
     group = site.group
     found = []
     if group.engine == "external" and not group.command:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
     elif "G" in group.tasks and group.engine != "external":
         found.append("This engine does not serve the generator. Start the generator's own server next to it.")
-    if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
+    if group.engine == "vllm" and context.role != "PD" and context.sharing.kv:
         found.append("KV uses two connectors, so they are configured in the long form.")
     return tuple(found)
 
@@ -364,13 +378,13 @@ def _router(router: RouterCommand) -> LaunchCommand:
         {},
         "router",
         router.port,
-        _health(router.port, router.bound),
-        remarks=(f"Planned: {router.weights}",),
+        _health(router.port, router.bind_address),
+        remarks=(f"Planned: {router.weights_text}",),
     )
 
 
 def _health(port: int, bound: str = "127.0.0.1", path: str = "/health") -> str:
-    return f"http://{reachable(bound)}:{port}{path}"
+    return f"http://{reachable_address(bound)}:{port}{path}"
 
 
 def _qos_toml(deployment: Deployment) -> str:
@@ -378,7 +392,7 @@ def _qos_toml(deployment: Deployment) -> str:
     control."""
     lines = [f"# Classes of service of the plan {deployment.name!r}."]
     for one in deployment.reservations:
-        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
+        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_round_down(one.share)}"]
         lines += [f"priority = {one.priority}"]
         lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
         lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
@@ -400,6 +414,92 @@ def _has_namespaces(deployment: Deployment) -> bool:
     return any(app.namespace is not None for app in deployment.applications)
 
 
-def _down(share: float) -> float:
+def _round_down(share: float) -> float:
     """Round a share down to four digits, because the sum of all classes' shares must not exceed 1."""
     return math.floor(share * 1e4) / 1e4
+
+
+FILE_NAME: Final = "commands.txt"
+_VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
+
+
+def write(deployment: Deployment, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
+    """Write commands.txt and the files to which its commands refer, and return the paths of all files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {FILE_NAME: render(deployment, transfer=transfer), **files(deployment, transfer=transfer)}
+    for name, content in found.items():
+        (folder / name).write_text(content)
+    return [folder / name for name in found]
+
+
+def render(deployment: Deployment, *, transfer: Transfer = "nixl") -> str:
+    """Return the text of commands.txt: the commands of each host in start order, and then the routers."""
+    every = commands(deployment, transfer=transfer)
+    lines = [
+        f"# Processes of the plan {_one_line(deployment.name)!r}, in start order.",
+        "# `cornplug launch plan.json` starts them, waits until they are ready, and stops them in order.",
+        *_variables(every),
+    ]
+    for host in dict.fromkeys(hosts(deployment).values()):
+        local = [c for c in every if c.host == host and c.kind != "router"]
+        lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
+    routers = [c for c in every if c.kind == "router"]
+    lines += ["", "# Routers, to be started when all hosts are ready", *_lines(routers)] if routers else []
+    return "\n".join(lines) + "\n"
+
+
+def shell_line(command: LaunchCommand) -> str:
+    """Return a command as a line for a shell, with its environment, cores and arguments."""
+    words = ["env", *(f"{name}={quote(value)}" for name, value in sorted(command.env.items()))]
+    words = words if command.env else []
+    if command.cores:
+        words += ["taskset", "--cpu-list", ",".join(map(str, command.cores))]
+    return " ".join([*words, *map(quote, command.argv)])
+
+
+def quote(word: str) -> str:
+    """Quote a word for a shell, so that the shell expands only the variables of commands in the word."""
+    if not _VARIABLE.search(word):
+        return shlex.quote(word)
+    parts = _VARIABLE.split(word)
+    escaped = [re.sub(r'([\\\\"`$])', r"\\\1", part) for part in parts]
+    filled = "".join(a + b for a, b in zip(escaped, [*_VARIABLE.findall(word), ""], strict=True))
+    return f'"{filled}"'
+
+
+def unresolved_hosts(command: LaunchCommand) -> list[str]:
+    """Return the names of hosts ("HOST_1") for which the command still contains variables."""
+    texts = (*command.argv, *command.env.values(), command.health or "")
+    found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
+    return sorted(name for name in found if name.startswith("HOST_"))
+
+
+def _variables(all_commands: Sequence[LaunchCommand]) -> Iterator[str]:
+    texts = [text for c in all_commands for text in (*c.argv, *c.env.values())]
+    known = {
+        "RUN_DIR": "a folder for sockets, the same for all processes of a host",
+        "PLAN_DIR": "the folder of this file",
+        "SECRET_FILE": "a file of 32 bytes, the same on all hosts",
+        **dict.fromkeys(sorted({n for c in all_commands for n in unresolved_hosts(c)}), "a host's address"),
+    }
+    used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
+    if used:
+        yield "# To run a command by hand, first set these variables:"
+        yield from (f"#   {name}: {known[name]}" for name in used)
+    if "SECRET_FILE" in used:
+        yield "# Engines use encoder services on other hosts. The secret seals their messages."
+        yield "# Create it once:"
+        yield "#   head -c 32 /dev/urandom > secret && chmod 600 secret"
+        yield "# Copy it to each host with its mode (scp -p), and run there: pip install 'cornplug[remote]'"
+
+
+def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
+    for command in some:
+        yield "\n".join(["", f"# {name_of(command)}", *(f"# {_one_line(r)}" for r in command.remarks)])
+        if command.argv:
+            yield shell_line(command)
+
+
+def _one_line(text: str) -> str:
+    """Return a text on a single line, for a comment."""
+    return " ".join(text.split())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.connections import ReplicaAddress
+from cornplug.planner.launch.engine_groups import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
 from cornplug.planner.launch.vllm_flags import backend_of, settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
@@ -17,8 +17,8 @@ _CPU_ENV: Final = {
     "TORCHDYNAMO_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-_MOST_GRAPHS: Final = 512
-_BESIDE_OTHERS: Final = "0.9"
+_MAX_GRAPH_BATCH: Final = 512
+_SHARED_GPU_MEM_FRACTION: Final = "0.9"
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
@@ -48,8 +48,8 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
         found |= _CPU_ENV | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
     else:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.devices))
-    if context.unequal_pair and group.kv is not None:
-        found |= kv_transfer.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
+    if context.pair_tp_differs and group.kv is not None:
+        found |= connections.sglang_staging(group.kv, tp=group.tp, pp=group.pp)
     return found
 
 
@@ -81,7 +81,7 @@ def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     # Chunks consist of complete pages. cornplug's pages and transferred pages have at most 128 tokens.
-    page = kv_transfer.LEAST_PAGE_TOKENS
+    page = connections.MIN_PAGE_TOKENS
     # SGLang divides the chunk and the requests among the attention-DP groups.
     chunk = max(settings.chunk_tokens // page, 1) * page * group.dp
     flags = [
@@ -90,7 +90,7 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContex
         "--chunked-prefill-size", str(chunk),
     ]  # fmt: skip
     if not is_cpu(group) and context.role != "P":
-        flags += ["--cuda-graph-max-bs-decode", str(min(settings.max_batch, _MOST_GRAPHS))]
+        flags += ["--cuda-graph-max-bs-decode", str(min(settings.max_batch, _MAX_GRAPH_BATCH))]
     return flags
 
 
@@ -104,7 +104,7 @@ def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
     if is_cpu(group):
         return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]
     if group.share < 1:
-        return [*tokens, "--mem-fraction-static", _BESIDE_OTHERS]
+        return [*tokens, "--mem-fraction-static", _SHARED_GPU_MEM_FRACTION]
     return ["--mem-fraction-static", f"{settings.memory_share:.4g}"]
 
 
@@ -117,7 +117,7 @@ def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8_e4m3"]
-    if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+    if context.needs_common_dtype and group.quantisation in ("none", "fp8"):
         flags += ["--dtype", "bfloat16"]
     return flags
 
@@ -129,7 +129,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and ((backend is not None and group.kv.mla) or context.role != "PD"):
-        flags += ["--page-size", str(kv_transfer.page_tokens(group.kv))]
+        flags += ["--page-size", str(connections.page_tokens(group.kv))]
     return flags
 
 
@@ -154,7 +154,7 @@ def _schedule(group: ReplicaGroup, context: GroupContext) -> list[str]:
     queue.
     """
     flags: list[str] = []
-    if context.ranks_requests:
+    if context.uses_priorities:
         # Use vLLM's order, so that a request's priority has the same meaning in both engines.
         flags += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
         # Use vLLM's default for requests without a priority.
@@ -216,7 +216,7 @@ def _encodes(group: ReplicaGroup, context: GroupContext) -> bool:
 
 def _sharing(context: GroupContext) -> list[str]:
     sharing = context.sharing
-    if not sharing.anything:
+    if not sharing.is_enabled:
         return []
     flags = ["--enable-cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
     return [*flags, *sharing.encoder.flags]

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.field_types import GeneratorServer
-from cornplug.planner.launch import kv_transfer
-from cornplug.planner.launch.addresses import ReplicaAddress
-from cornplug.planner.launch.group_context import (
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.connections import ReplicaAddress
+from cornplug.planner.launch.engine_groups import (
     QUEUE_MARGIN,
     STORE_SOCKET,
     GroupContext,
@@ -36,7 +36,7 @@ _GENERATIONS: Final[tuple[tuple[str, _Generation], ...]] = (
     (r"\bA(10|30|40|100|800)", "ampere"),
     (r"^cpu", "cpu"),
 )
-_MLA: Final[dict[_Generation, dict[str, str]]] = {
+_MLA_BACKENDS: Final[dict[_Generation, dict[str, str]]] = {
     "hopper": {"vllm": "FLASHMLA", "sglang": "flashmla"},
     "blackwell": {"vllm": "FLASHINFER_MLA", "sglang": "trtllm_mla"},
     "ada": {"vllm": "TRITON_MLA", "sglang": "triton"},
@@ -53,7 +53,7 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
         *_sizes(group),
         *_precision(group, context),
         *_attention(group, context),
-        *_by_workload(group),
+        *_workload_flags(group),
         *_admission(group, context),
         *_connectors(group, context),
         "--shutdown-timeout", str(context.drain_s),
@@ -78,7 +78,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     if context.role != "PD" and context.transfer == "lmcache":
         # LMCache's keys are Python hashes, which must be the same on both sides.
         found["PYTHONHASHSEED"] = "0"
-    if context.admits:
+    if context.needs_admission:
         found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
     return found
 
@@ -166,7 +166,7 @@ def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
     flags = ["--quantization", "fp8"] if group.quantisation == "fp8" else []
     if group.kv is not None and group.kv.element_bytes == 1:
         flags += ["--kv-cache-dtype", "fp8"]
-    if context.agrees_on_dtype and group.quantisation in ("none", "fp8"):
+    if context.needs_common_dtype and group.quantisation in ("none", "fp8"):
         # Use the encoder service's dtype, because embeddings and KV in another dtype would differ.
         flags += ["--dtype", "bfloat16"]
     return flags
@@ -176,7 +176,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and (group.kv.mla or context.role != "PD"):
-        flags += ["--block-size", str(kv_transfer.page_tokens(group.kv))]
+        flags += ["--block-size", str(connections.page_tokens(group.kv))]
     return flags
 
 
@@ -192,7 +192,7 @@ def _speculation(settings: EngineSettings) -> list[str]:
     return []
 
 
-def _by_workload(group: ReplicaGroup) -> list[str]:
+def _workload_flags(group: ReplicaGroup) -> list[str]:
     if group.workload == "offline":
         encoder = ["--mm-encoder-tp-mode", "data"] if "E" in group.tasks and group.tp > 1 else []
         return ["--performance-mode", "throughput", "--stream-interval", "10", *encoder]
@@ -204,7 +204,7 @@ def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
     vLLM serves requests with lower priorities first, and SGLang's flags set the same order.
     """
-    flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
+    flags = ["--scheduling-policy", "priority"] if context.uses_priorities else []
     settings = group.settings
     rate = settings.prefill_tokens_s if settings else None
     if context.limits_queue and context.role != "D" and context.ttft_s is not None and settings and rate:
@@ -213,7 +213,7 @@ def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
         simulated = QUEUE_MARGIN * group.queue.prompt_tokens * group.dp if group.queue else 0
         most = max(math.ceil(context.ttft_s * rate * group.dp), settings.max_model_len, simulated)
         flags += ["--max-num-queued-tokens", str(most)]
-    if context.admits:
+    if context.needs_admission:
         flags += ["--middleware", "cornplug.vllm_connector.admission.Admission"]
     return flags
 
@@ -221,24 +221,30 @@ def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
 def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
     sharing = context.sharing
     if context.role == "PD":
-        return [*_short(sharing), *(["--cornplug-tower", "service"] if context.encoder_urls else [])]
-    connectors = [kv_transfer.vllm_config(context.role, context.transfer)]
+        return [
+            *_short_connector_flags(sharing),
+            *(["--cornplug-tower", "service"] if context.encoder_urls else []),
+        ]
+    connectors = [connections.vllm_config(context.role, context.transfer)]
     if sharing.kv:
-        connectors.append(_ours(context, "kv_connector", "CornplugConnector"))
-    flags = ["--kv-transfer-config", json.dumps(kv_transfer.vllm_together(*connectors))]
+        connectors.append(_cornplug_connector(context, "kv_connector", "CornplugConnector"))
+    flags = ["--kv-transfer-config", json.dumps(connections.combine_vllm_connectors(*connectors))]
     if sharing.embeddings:
-        flags += ["--ec-transfer-config", json.dumps(_ours(context, "ec_connector", "CornplugECConnector"))]
+        flags += [
+            "--ec-transfer-config",
+            json.dumps(_cornplug_connector(context, "ec_connector", "CornplugECConnector")),
+        ]
     return flags
 
 
-def _short(sharing: StoreSharing) -> list[str]:
-    if not sharing.anything:
+def _short_connector_flags(sharing: StoreSharing) -> list[str]:
+    if not sharing.is_enabled:
         return []
     flags = ["--kv-connector", "cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
     return [*flags, *sharing.encoder.flags]
 
 
-def _ours(context: GroupContext, key: str, name: str) -> dict[str, Any]:
+def _cornplug_connector(context: GroupContext, key: str, name: str) -> dict[str, Any]:
     """Return the configuration of cornplug's connector in the long form.
 
     The short form `--kv-connector cornplug` cannot be combined with another connector.
@@ -274,7 +280,7 @@ def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None
             return "TRITON_MLA"
         return "FLASH_ATTN" if "blackwell" in generations else None
     generation = _gpu_generation(group.gpu)
-    return _MLA.get(generation, {}).get(group.engine) if mla and generation else None
+    return _MLA_BACKENDS.get(generation, {}).get(group.engine) if mla and generation else None
 
 
 def generator_command(

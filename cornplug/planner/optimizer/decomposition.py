@@ -26,61 +26,68 @@ from pulp import LpContinuous, lpSum
 
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, SolveProgress
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, reached, relax
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, is_within_gap, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 
-Build = Callable[[OptimizationProblem], PoolModel]
+BuildModel = Callable[[OptimizationProblem], PoolModel]
 
-NEAR, QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.1, 0.15, 0.2, 0.15, 0.15, 0.05, 0.5
+NEAR_WORK, QUICK_WORK, POTENTIAL_WORK, GROUPS_WORK, CHOSEN_WORK, ROOT_WORK, ROUNDS_WORK = (
+    0.1,
+    0.15,
+    0.2,
+    0.15,
+    0.15,
+    0.05,
+    0.5,
+)
 """Shares of the solver's work for the steps of the search. The last solver call gets the rest."""
-SMALL = 500
+SMALL_PROBLEM_COLUMNS = 500
 """Number of columns up to which one solver call gets all of the work. Pools of `examples/plan_and_launch`
 (342 columns) are proved optimal with 5 to 21 units of work this way. The decomposition left gaps of 11 to 25
 % after 20 units."""
-MOST_ROUNDS = 20
+MAX_ROUNDS = 20
 GPU_WEIGHT = 0.1
 """Share of a GPU's price that is part of the potential."""
-SPREAD = 0.03
+PRICE_SPREAD = 0.03
 """Relative variation of GPU prices between rounds, in both directions."""
-Tell = Callable[[SolveProgress], None]
+ProgressCallback = Callable[[SolveProgress], None]
 
 
 def least_cost(
     model: PoolModel,
     cost: Any,
     limits: SolverLimits,
-    tell: Tell | None,
-    build: Build,
-    near: Collection[str] = (),
+    on_progress: ProgressCallback | None,
+    build: BuildModel,
+    near_cells: Collection[str] = (),
 ) -> tuple[SolverRun, Values | None]:
     """Search for the cheapest plan. Return the solver run with the proven bound, and the plan's values or
     None.
 
-    `near` contains names of cells in the plan of a similar pool. A fast first search uses only these cells.
-    The plan that it finds is the start of the complete search.
+    `near_cells` contains names of cells in the plan of a similar pool. A fast first search uses only these
+    cells. The plan that it finds is the start of the complete search.
     """
-    best = Incumbent(model, cost, limits, tell)
-    others = model.x.keys() - set(near)
-    if near and others:
+    best = Incumbent(model, cost, limits, on_progress)
+    others = model.x.keys() - set(near_cells)
+    if near_cells and others:
         with _without_cells(model, others):
             # Pass another object than `cost`, so that `improve` does not use the bound, which is valid only
             # for these cells.
-            best.improve(1 * cost, NEAR)
-    small = len(model.problem.variables()) <= SMALL
-    quick = best.improve(cost, 1.0 if small else QUICK)
-    settled = best.proven or (small and best.values is not None)
+            best.improve(1 * cost, NEAR_WORK)
+    small = len(model.problem.variables()) <= SMALL_PROBLEM_COLUMNS
+    quick = best.improve(cost, 1.0 if small else QUICK_WORK)
+    settled = best.is_proven or (small and best.values is not None)
     if settled or quick.status == "infeasible":
-        return best.run("infeasible" if quick.status == "infeasible" else None), best.values
+        return best.combined_run("infeasible" if quick.status == "infeasible" else None), best.values
     prices = gpu_prices(model, cost)
     potential = cost + GPU_WEIGHT * lpSum(prices[name] * x for name, x in model.x.items())
     if best.values is None:
-        best.improve(potential, POTENTIAL)
-    rounds(best, [build(subproblem(model.pool, part)) for part in service_groups(model.pool)], potential)
-    if best.proven:
-        return best.run(), best.values
+        best.improve(potential, POTENTIAL_WORK)
+    run_rounds(best, [build(subproblem(model.pool, part)) for part in service_groups(model.pool)], potential)
+    if best.is_proven:
+        return best.combined_run(), best.values
     last = best.improve(cost, 1.0)
-    return best.run("infeasible" if last.status == "infeasible" else None), best.values
+    return best.combined_run("infeasible" if last.status == "infeasible" else None), best.values
 
 
 def gpu_prices(model: PoolModel, cost: Any) -> dict[str, float]:
@@ -90,38 +97,39 @@ def gpu_prices(model: PoolModel, cost: Any) -> dict[str, float]:
     }
 
 
-def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
+def run_rounds(best: Incumbent, groups: list[PoolModel], potential: Any) -> None:
     """Solve the groups separately, then the pool over the cells in the groups' plans, in several rounds.
 
     Ends when the plan is proven or the work or time limit is reached.
     """
     model, chance = best.model, np.random.default_rng(0)
     gpu_values, candidate_cells = shadow_prices(best), set[str]()
-    end = best.spent + ROUNDS * best.limits.work
-    for i in range(MOST_ROUNDS):
+    end = best.spent + ROUNDS_WORK * best.limits.work
+    for i in range(MAX_ROUNDS):
         spread = {
-            n: gpu_values[n] * (chance.uniform(1 - SPREAD, 1 + SPREAD) if i else 1.0) for n in gpu_values
+            n: gpu_values[n] * (chance.uniform(1 - PRICE_SPREAD, 1 + PRICE_SPREAD) if i else 1.0)
+            for n in gpu_values
         }
-        candidate_cells |= bound_groups(best, parts, spread)
+        candidate_cells |= bound_groups(best, groups, spread)
         if best.values is not None:
             candidate_cells |= {name for name, x in model.x.items() if best.values[x] > 0.5}
         with _without_cells(model, model.x.keys() - candidate_cells):
-            best.improve(potential, CHOSEN, gap=best.limits.gap / 10)
+            best.improve(potential, CHOSEN_WORK, gap=best.limits.gap / 10)
         if i == 0:
-            best.improve(best.cost, ROOT)
-        if best.proven or best.spent > end or best.timed_out:
+            best.improve(best.cost, ROOT_WORK)
+        if best.is_proven or best.spent > end or best.timed_out:
             return
 
 
-def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[str, float]) -> set[str]:
+def bound_groups(best: Incumbent, groups: list[PoolModel], gpu_values: Mapping[str, float]) -> set[str]:
     """Bound the cost of each group's replicas at these GPU prices, and return the cells of the groups' plans.
 
     The bounds are added to the model as constraints. They follow from the model's other constraints, so they
     are not reported as reasons for a plan.
     """
-    used, end = set[str](), best.spent + GROUPS * best.limits.work
-    for i, part in enumerate(sorted(parts, key=lambda part: len(part.x))):
-        work = 2 * (end - best.spent) / (len(parts) - i)
+    used, end = set[str](), best.spent + GROUPS_WORK * best.limits.work
+    for i, part in enumerate(sorted(groups, key=lambda part: len(part.x))):
+        work = 2 * (end - best.spent) / (len(groups) - i)
         if work <= 0:
             break
         for z in part.z.values():
@@ -168,19 +176,22 @@ def _without_cells(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
 
 
 class Incumbent:
-    """Best plan and best bound that were found for a model so far. `tell` is called for every improvement."""
+    """Best plan and best bound that were found for a model so far. `on_progress` is called for every
+    improvement."""
 
-    def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
+    def __init__(
+        self, model: PoolModel, cost: Any, limits: SolverLimits, on_progress: ProgressCallback | None
+    ) -> None:
         """Create an incumbent without a plan. `limits` apply to all solver calls together."""
-        self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
+        self.model, self.cost, self.limits, self.on_progress = model, cost, limits, on_progress
         self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
         self.values: Values | None = None
         self.dollars, self.bound = inf, -inf
         self.history: list[SolveProgress] = []
 
     @property
-    def proven(self) -> bool:
-        return reached(self.dollars, self.bound, self.limits.gap)
+    def is_proven(self) -> bool:
+        return is_within_gap(self.dollars, self.bound, self.limits.gap)
 
     def limits_of_call(self, gap: float, work: float) -> SolverLimits:
         """Return the limits of one solver call: `work`, and the remaining seconds, each with a small
@@ -223,34 +234,37 @@ class Incumbent:
         dollars = sum(weight * values[v] for v, weight in self.cost.items())
         if dollars < self.dollars - 1e-6:
             self.dollars, self.values = dollars, values
-            self._note(self.dollars, self.bound)
+            self._record_progress(self.dollars, self.bound)
         elif equals and dollars < self.dollars + 1e-6:
             self.values = values
 
     def raise_bound(self, bound: float) -> None:
         if isfinite(bound) and bound > self.bound:
             self.bound = bound
-            self._note(self.dollars, self.bound)
+            self._record_progress(self.dollars, self.bound)
 
-    def _watch(self) -> Tell:
+    def _watch(self) -> ProgressCallback:
         """Return a callback that records the solver's progress when the incumbent or the bound changes."""
 
-        def heard(at: SolveProgress) -> None:
+        def record_progress(at: SolveProgress) -> None:
             dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)
             bound = self.bound if at.bound is None else max(at.bound, self.bound)
             last = self.history[-1] if self.history else None
-            if last is None or (last.incumbent, last.bound) != (_known(dollars), _known(bound)):
-                self._note(dollars, bound)
+            if last is None or (last.incumbent, last.bound) != (
+                _finite_or_none(dollars),
+                _finite_or_none(bound),
+            ):
+                self._record_progress(dollars, bound)
 
-        return heard
+        return record_progress
 
-    def _note(self, dollars: float, bound: float) -> None:
-        at = SolveProgress(time.monotonic() - self.began, _known(dollars), _known(bound))
+    def _record_progress(self, dollars: float, bound: float) -> None:
+        at = SolveProgress(time.monotonic() - self.began, _finite_or_none(dollars), _finite_or_none(bound))
         self.history.append(at)
-        if self.tell is not None:
-            self.tell(at)
+        if self.on_progress is not None:
+            self.on_progress(at)
 
-    def run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
+    def combined_run(self, status: Literal["infeasible"] | None = None) -> SolverRun:
         """Return the result of all solver calls as a single run."""
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
@@ -260,11 +274,11 @@ class Incumbent:
         if self.values is None:
             return replace(run, bound=self.bound)
         first = next((at.seconds for at in history if at.incumbent is not None), None)
-        verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
+        verdict: Literal["optimal", "feasible"] = "optimal" if self.is_proven else "feasible"
         return replace(run, status=verdict, objective=self.dollars, bound=self.bound, first_s=first)
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if isfinite(value) else None
 
 

@@ -16,19 +16,18 @@ from pulp import lpSum
 
 from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer.objectives import counted_switches
 from cornplug.planner.optimizer.optimization_problem import CapacityShortfall, OptimizationProblem
-from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solution import counted_switches
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 
-UNLIMITED = 10**6
+UNLIMITED_NODES = 10**6
 """Number of nodes in each class if the stock is relaxed."""
 WORK_SHARE = 0.25
 """Share of a solve's work for each kind of limit. Because of this limit, the reported excess may be slightly
 larger than necessary."""
 
-Build = Callable[[OptimizationProblem], PoolModel]
+BuildModel = Callable[[OptimizationProblem], PoolModel]
 
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
@@ -36,28 +35,28 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
     `notes` contains reasons by demand.
     """
-    lost = _lost(model)
+    lost = _unservable_demands(model)
     if lost:
         demands_of: dict[str, list[str]] = {}
         for u in lost:
-            reason = notes.get(u) or "; ".join(map(str, _missing(model.pool, u)))
+            reason = notes.get(u) or "; ".join(map(str, _find_reasons(model.pool, u)))
             demands_of.setdefault(reason, []).append(u)
         raise PlanInfeasible(
             "no plan: " + "; ".join(f"demand[{', '.join(us)}]: {why}" for why, us in demands_of.items())
         )
 
 
-def unserved_in_short(model: PoolModel) -> str:
+def summarize_unserved(model: PoolModel) -> str:
     """Return in one line the reason why a demand cannot be served, or "" if a cell can serve each demand."""
-    lost = _lost(model)
+    lost = _unservable_demands(model)
     if not lost:
         return ""
-    facts = [_missing(model.pool, u)[0].fact for u in lost]
+    facts = [_find_reasons(model.pool, u)[0].fact for u in lost]
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"nothing serves {lost[0]}{others}: {facts[0]}"
 
 
-def _lost(model: PoolModel) -> list[str]:
+def _unservable_demands(model: PoolModel) -> list[str]:
     """Return the demands that no cell can serve but that the objective requires to be served."""
     served = {v.demand for v in model.variants}
     lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
@@ -66,7 +65,7 @@ def _lost(model: PoolModel) -> list[str]:
 
 
 @dataclass(frozen=True)
-class MissingCell:
+class UnservedReason:
     """Reason why no cell of a service can serve a demand, and the remedy."""
 
     fact: str
@@ -76,29 +75,29 @@ class MissingCell:
         return f"{self.fact}. {self.remedy}"
 
 
-def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
+def _find_reasons(pool: OptimizationProblem, demand: str) -> list[UnservedReason]:
     """Return the reasons why none of the demand's variants can be served."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
-        return [MissingCell("no structure fits its requests", "Allow another structure")]
+        return [UnservedReason("no structure fits its requests", "Allow another structure")]
     reasons = dict.fromkeys(
-        reason for v in variants for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
+        reason for v in variants for n in v.needs if (reason := _find_reason(pool, demand, n.service, n.tier))
     )
     return list(reasons)
 
 
-def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> MissingCell | None:
+def _find_reason(pool: OptimizationProblem, demand: str, service: str, tier: float) -> UnservedReason | None:
     cells = [c for c in pool.cells if c.service == service]
     if not cells:
-        return MissingCell(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
+        return UnservedReason(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
         fact = f"no configuration of {service} meets its SLO"
-        return MissingCell(fact, "Loosen the SLO or add a faster GPU")
+        return UnservedReason(fact, "Loosen the SLO or add a faster GPU")
     best = min(able, key=lambda c: c.tier)
     if best.tier <= tier:
         return None
-    return MissingCell(
+    return UnservedReason(
         f"{service} must finish within {tier:g} s, but the fastest, {best.name}, takes {best.tier:g} s",
         "Loosen its SLO or add a faster GPU",
     )
@@ -111,34 +110,36 @@ class Relaxation:
 
     pool: OptimizationProblem
     excess: Callable[[PoolModel], Any]
-    tell: Callable[[PoolModel], Iterator[CapacityShortfall]]
+    report: Callable[[PoolModel], Iterator[CapacityShortfall]]
 
 
-def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) -> PlanInfeasible:
+def explain(pool: OptimizationProblem, settings: SolverOptions, build: BuildModel) -> PlanInfeasible:
     """Return an error that lists alternative changes that would make the pool feasible."""
     found = [
         list(shortfall)
         for relaxation in relaxations(pool)
-        if (shortfall := _try(relaxation, settings, build))
+        if (shortfall := _solve_relaxation(relaxation, settings, build))
     ]
-    remedies = " Or: ".join("; ".join(text(s) for s in remedy) for remedy in found)
+    remedies = " Or: ".join("; ".join(format_shortfall(s) for s in remedy) for remedy in found)
     return PlanInfeasible(
         "no plan: " + (remedies or "several constraints together make every plan infeasible.")
     )
 
 
-def text(shortfall: CapacityShortfall) -> str:
+def format_shortfall(shortfall: CapacityShortfall) -> str:
     s = shortfall
     return f"{s.constraint}: {s.allowed:.4g} {s.unit}, {s.needed:.4g} needed. {s.remedy}"
 
 
-def _try(relaxation: Relaxation, settings: SolverOptions, build: Build) -> list[CapacityShortfall]:
+def _solve_relaxation(
+    relaxation: Relaxation, settings: SolverOptions, build: BuildModel
+) -> list[CapacityShortfall]:
     model = build(relaxation.pool)
     model.problem.setObjective(relaxation.excess(model))
     run = run_solver(
         model.problem, SolverLimits(0.02, settings.time_limit_s, settings.threads, WORK_SHARE * settings.work)
     )
-    return list(relaxation.tell(model)) if run.status in ("optimal", "feasible") else []
+    return list(relaxation.report(model)) if run.status in ("optimal", "feasible") else []
 
 
 def relaxations(pool: OptimizationProblem) -> Iterator[Relaxation]:
@@ -158,7 +159,7 @@ def _stock(pool: OptimizationProblem) -> Relaxation:
     limit = {n.name: n.stock for n in pool.nodes}
 
     def excess(model: PoolModel) -> Any:
-        over = {name: model.count(f"over_{i}") for i, name in enumerate(limit)}
+        over = {name: model.add_integer(f"over_{i}") for i, name in enumerate(limit)}
         for name, count in over.items():
             model.add(f"over[{name}]", model.z[name] - limit[name] <= count)
         return lpSum((model.nodes[name].price + 1) * count for name, count in over.items())
@@ -174,7 +175,7 @@ def _stock(pool: OptimizationProblem) -> Relaxation:
                     f"Increase the stock of {name} to {needed}.",
                 )
 
-    relaxed = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
+    relaxed = tuple(replace(n, stock=UNLIMITED_NODES) for n in pool.nodes)
     return Relaxation(replace(pool, nodes=relaxed), excess, tell)
 
 
@@ -212,7 +213,7 @@ def _network(pool: OptimizationProblem) -> Relaxation:
     size = {v.name: v.network for v in pool.variants}
 
     def excess(model: PoolModel) -> Any:
-        over = model.real("over")
+        over = model.add_real("over")
         room = lpSum(share * n.nic * model.z[n.name] for n in pool.nodes if n.nic < inf)
         model.add("over[network]", lpSum(size[v] * phi for v, phi in model.phi.items()) - room <= over)
         return over

@@ -14,7 +14,7 @@ from typing import Literal
 
 from cornplug.errors import ConfigError
 
-SMALLEST_SHARE = 0.125
+MIN_GPU_SHARE = 0.125
 """Smallest share of a GPU that a replica may use. GPU counts of replicas are halves of one another or
 complete nodes, so that counting nodes is exact."""
 
@@ -150,7 +150,7 @@ class CurrentState:
     """Cost in dollars of one role switch."""
     horizon_hours: float = 24.0
     max_changes: int | None = None
-    free: frozenset[tuple[str, str]] = frozenset()
+    free_switches: frozenset[tuple[str, str]] = frozenset()
     """Switches (from cell, to cell) that change only the tier and no process. These switches have no cost and
     are not counted."""
 
@@ -234,18 +234,18 @@ class CapacityShortfall:
 
 def check(pool: OptimizationProblem) -> None:
     """Raise ConfigError if an entry of the pool is invalid. The error names the entry."""
-    _once("nodes", (n.name for n in pool.nodes))
-    _once("cells", (c.name for c in pool.cells))
-    _once("demands", (u.name for u in pool.demands))
-    _once("variants", (v.name for v in pool.variants))
-    _once("levels", (level.name for level in pool.levels))
+    _check_unique("nodes", (n.name for n in pool.nodes))
+    _check_unique("cells", (c.name for c in pool.cells))
+    _check_unique("demands", (u.name for u in pool.demands))
+    _check_unique("variants", (v.name for v in pool.variants))
+    _check_unique("levels", (level.name for level in pool.levels))
     _nodes(pool)
     _cells(pool)
     _demands(pool)
     _variants(pool)
     share = pool.limits.spot_share
     _require(0 <= share <= 1, "limits.spot_share", f"is {share}", "Set a share from 0 to 1.")
-    _running(pool)
+    _check_current(pool)
 
 
 def _require(holds: bool, field: str, problem: str, remedy: str) -> None:
@@ -253,7 +253,7 @@ def _require(holds: bool, field: str, problem: str, remedy: str) -> None:
         raise ConfigError(field, problem, remedy)
 
 
-def _once(what: str, names: Iterable[str]) -> None:
+def _check_unique(what: str, names: Iterable[str]) -> None:
     seen = set[str]()
     for name in names:
         _require(
@@ -292,7 +292,7 @@ def _cells(pool: OptimizationProblem) -> None:
             "Set the name of a node class.",
         )
         _require(
-            packs(cell, nodes[cell.nodes]),
+            packs_exactly(cell, nodes[cell.nodes]),
             f"{field}.gpus",
             f"{cell.gpus:g} GPUs do not divide a node of {nodes[cell.nodes].gpus}",
             "Set 1/8, 1/4, 1/2, 1, 2, 4 or 8 up to the node's GPUs, or a multiple of the node's GPUs.",
@@ -314,11 +314,11 @@ def _cells(pool: OptimizationProblem) -> None:
         )
 
 
-def packs(cell: Cell, node: MachineClass) -> bool:
+def packs_exactly(cell: Cell, node: MachineClass) -> bool:
     if cell.gpus > node.gpus:
         return cell.gpus % node.gpus == 0
     return (
-        cell.gpus >= SMALLEST_SHARE and log2(cell.gpus).is_integer() and (node.gpus / cell.gpus).is_integer()
+        cell.gpus >= MIN_GPU_SHARE and log2(cell.gpus).is_integer() and (node.gpus / cell.gpus).is_integer()
     )
 
 
@@ -362,7 +362,7 @@ def _variants(pool: OptimizationProblem) -> None:
             )
 
 
-def _running(pool: OptimizationProblem) -> None:
+def _check_current(pool: OptimizationProblem) -> None:
     if pool.current is None:
         return
     cells = {c.name for c in pool.cells}

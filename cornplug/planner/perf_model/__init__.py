@@ -1,1 +1,1 @@
-"""Performance model of one replica, or of several replicas behind one router: times, memory and rates."""
+"""Performance model of replicas: times, memory, capacities, and simulation of their stations."""

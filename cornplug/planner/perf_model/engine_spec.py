@@ -1,4 +1,4 @@
-"""Attributes of a replica on which its times and memory depend, and its tokens of KV cache.
+"""Attributes of a replica on which its times and memory depend, and the durations of its iterations.
 
 vLLM profiles a step at startup and uses the remaining memory for the KV cache. SGLang reserves memory by a
 fixed rule. If a profile contains the number of KV tokens that an engine reports, this number is used instead
@@ -7,14 +7,192 @@ of the estimate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights_bytes
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
 from cornplug.planner.plan import Parallelism
 
-UTILISATION: Final = 0.92
+ANY_CLASS: Final = "*"
+"""Key of a rate that applies to every request class."""
+
+
+@dataclass(frozen=True)
+class PiecewiseCurve:
+    """Piecewise linear curve with values of at least 0.
+
+    It is extrapolated with its first and last segments. A single point defines a line through the origin.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if (
+            not self.x
+            or len(self.x) != len(self.y)
+            or any(b <= a for a, b in zip(self.x, self.x[1:], strict=False))
+        ):
+            raise ValueError("a curve needs points with ascending x, and one y for each")
+
+    @classmethod
+    def line(cls, base: float, slope: float) -> PiecewiseCurve:
+        return cls((0.0, 1.0), (base, base + slope))
+
+    @classmethod
+    def from_points(cls, x: Sequence[float], y: Sequence[float]) -> PiecewiseCurve:
+        return cls(tuple(map(float, x)), tuple(map(float, y)))
+
+    def __call__(self, x: float) -> float:
+        xs, ys = self.x, self.y
+        if len(xs) == 1:
+            return ys[0] * x / xs[0]
+        # Search from index 1 to the last index, so that the first and last segments extend beyond the points.
+        i = bisect_left(xs, x, 1, len(xs) - 1)
+        x0, y0 = xs[i - 1], ys[i - 1]
+        y = y0 + (ys[i] - y0) * (x - x0) / (xs[i] - x0)
+        return y if y > 0.0 else 0.0
+
+    def evaluate(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the curve's values for an array."""
+        xs, ys = np.array(self.x), np.array(self.y)
+        if len(xs) == 1:
+            return np.asarray(x * (ys[0] / xs[0]), dtype=np.float64)
+        i = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
+        slope = (ys[1:] - ys[:-1]) / (xs[1:] - xs[:-1])
+        y: NDArray[np.float64] = np.maximum(ys[i - 1] + slope[i - 1] * (x - xs[i - 1]), 0.0)
+        return y
+
+    def scaled(self, factor: float) -> PiecewiseCurve:
+        return PiecewiseCurve(self.x, tuple(v * factor for v in self.y))
+
+
+@dataclass(frozen=True)
+class GroupPrefill:
+    """Prefill times of an attention-DP group if the other groups have fewer tokens."""
+
+    shared: PiecewiseCurve
+    """Time in seconds in which the groups compute experts together, including communication, by mean number
+    of tokens of all groups. This time is part of `EngineStepTimes.prefill`."""
+    isolated: PiecewiseCurve
+    """Time in seconds of an iteration by number of prompt tokens, if the other groups have no tokens."""
+
+    def scaled(self, factor: float) -> GroupPrefill:
+        return GroupPrefill(self.shared.scaled(factor), self.isolated.scaled(factor))
+
+
+@dataclass(frozen=True)
+class EngineStepTimes:
+    """Durations of an engine's iterations on one replica (all TP ranks).
+
+    With attention data parallelism, the durations apply to one group if every other group has as many tokens.
+    """
+
+    prefill: PiecewiseCurve
+    """Time in seconds of an iteration by number of prompt tokens."""
+    decode: PiecewiseCurve
+    """Time in seconds of an iteration by number of requests, each of which gets one token."""
+    kv_token_s: float = 0.0
+    mixed_factor: float = 1.0
+    request_overhead_s: float = 0.0
+    pipeline: int = 1
+    """Number of pipeline-parallel stages. With several stages, `prefill` is the time between iterations (the
+    time of one stage), so that rates are correct. A prompt's last tokens still pass through the other
+    stages."""
+    group: GroupPrefill | None = None
+    """Prefill times of unequally loaded groups, or None without attention data parallelism."""
+
+    @property
+    def isolated_prefill(self) -> PiecewiseCurve:
+        """Prefill times if the other attention-DP groups have no tokens. Without groups, this is
+        `prefill`."""
+        return self.prefill if self.group is None else self.group.isolated
+
+    def drain_s(self, prompt_tokens: int) -> float:
+        """Return the time in seconds from the end of a prompt's last iteration to its first token.
+
+        `prompt_tokens` is the number of prompt tokens in the last iteration.
+        """
+        return (self.pipeline - 1) * self.prefill(prompt_tokens) if self.pipeline > 1 else 0.0
+
+    def step_s(
+        self, prompt_tokens: int, requests: int, kv_tokens: int = 0, *, mean: float | None = None
+    ) -> float:
+        """Return the time in seconds of an iteration with prompt tokens and decoding requests, or 0 if it is
+        empty.
+
+        `kv_tokens` is the context of the decoding requests. `mean` is the mean number of prompt tokens and
+        requests per attention-DP group.
+        """
+        decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
+        if not prompt_tokens:
+            return decode
+        if not requests:
+            return self._prefill_s(prompt_tokens, mean)
+        return max(self._prefill_s(prompt_tokens + requests, mean), decode) * self.mixed_factor
+
+    def _prefill_s(self, tokens: int, mean: float | None) -> float:
+        if self.group is None or mean is None:
+            return self.prefill(tokens)
+        return in_group_s(self.prefill, self.group.shared, tokens, mean)
+
+    def corrected(self, prefill: float, decode: float) -> EngineStepTimes:
+        """Return the times, multiplied by one factor for prefill and one for decode."""
+        return replace(
+            self,
+            prefill=self.prefill.scaled(prefill),
+            decode=self.decode.scaled(decode),
+            kv_token_s=self.kv_token_s * decode,
+            group=self.group and self.group.scaled(prefill),
+        )
+
+    def scaled(self, factor: float) -> EngineStepTimes:
+        """Return the times of a slower replica (factor > 1). The overhead per request does not change."""
+        return self.corrected(factor, factor)
+
+
+def in_group_s(prefill: PiecewiseCurve, shared: PiecewiseCurve, tokens: float, mean: float) -> float:
+    """Return the time in seconds of a group's iteration with `tokens` tokens, if the mean over all groups is
+    `mean`.
+
+    The result is at least the time of an iteration with `mean` tokens in each group, because weights are read
+    for any number of tokens.
+    """
+    return max(prefill(tokens) - shared(tokens) + shared(mean), prefill(mean))
+
+
+@dataclass(frozen=True)
+class CellHardware:
+    """Times and memory of a cell's replica. Times of tasks that the replica does not have are None."""
+
+    steps: EngineStepTimes | None = None
+    encode: PiecewiseCurve | None = None
+    """Time in seconds to encode one batch, by number of patches."""
+    generate: PiecewiseCurve | None = None
+    """Time in seconds to generate a request's output, by number of units."""
+    kv_tokens: int = 0
+    """Number of tokens that fit into the KV cache. If `steps` is set, 0 means that the model itself does not
+    fit."""
+    requests_per_s: dict[str, float] = field(default_factory=dict)
+    """Requests per second by "application/request" (or ANY), if only a throughput is known."""
+    tpot_s: dict[str, float] = field(default_factory=dict)
+    """Seconds per token at this throughput by "application/request", if they are known."""
+    source: str = ""
+    """Source of the profile, for example "roofline (H100, 2026-11 table)" or "measured: ..."."""
+    measured: bool = False
+
+    def rate_of(self, demand: str) -> float | None:
+        """Return the known throughput of a request class, or None."""
+        return self.requests_per_s.get(demand, self.requests_per_s.get(ANY_CLASS))
+
+
+DEFAULT_UTILISATION: Final = 0.92
 """Default of vLLM's --gpu-memory-utilization."""
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
@@ -28,8 +206,8 @@ _NCCL_BYTES: Final = 370_000_000
 _GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
 _LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
 """Memory of logits for a vocabulary of 150,000, in 16 and in 32 bits."""
-_SGLANG_MOST_GRAPHS: Final = 512
-_SGLANG_BESIDE_TOWERS: Final = 0.95
+_SGLANG_MAX_GRAPHS: Final = 512
+_SGLANG_TOWER_FACTOR: Final = 0.95
 """Factor of SGLang's memory share for a tower of CLIP-L's size. SGLang changes the factor by 1 % for each 10
 % by which a tower is larger or smaller.
 """
@@ -60,7 +238,7 @@ def kv_tokens(
     spec: EngineSpec,
     *,
     extra_bytes: int = 0,
-    utilisation: float = UTILISATION,
+    utilisation: float = DEFAULT_UTILISATION,
     element_bytes: int = 2,
 ) -> int:
     """Return the number of tokens in the KV cache, as a multiple of the block size, or 0 if the model does
@@ -81,7 +259,7 @@ def kv_tokens(
     if spec.gpu.generation == "cpu":
         free = whole * share - _CPU_BYTES * share
     elif spec.engine != "sglang":
-        free -= _vllm_step(shape, at.tp, at.pp * at.groups, spec.chunk_tokens, spec.max_batch)
+        free -= _vllm_step_bytes(shape, at.tp, at.pp * at.groups, spec.chunk_tokens, spec.max_batch)
     if at.groups > 1:
         free -= gathered_bytes(shape, spec.chunk_tokens / at.pcp, dp=at.groups)
     kv_token_bytes = kv_bytes_per_token(shape, tp=at.tp, pp=at.pp, dcp=at.dcp, element_bytes=element_bytes)
@@ -89,7 +267,9 @@ def kv_tokens(
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
 
-def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float = UTILISATION) -> float:
+def engine_share(
+    spec: EngineSpec, *, towers: bool = False, utilisation: float = DEFAULT_UTILISATION
+) -> float:
     """Return the share of a GPU's memory for an engine's flag.
 
     vLLM's --gpu-memory-utilization is the share for all of the engine's memory. SGLang's
@@ -100,11 +280,11 @@ def engine_share(spec: EngineSpec, *, towers: bool = False, utilisation: float =
     if spec.engine != "sglang" or gpu.generation == "cpu":
         return utilisation * share
     mib = 512 + 1.5 * max(spec.chunk_tokens, 2048) + spec.parallelism.ranks / 8 * 1024
-    mib += 2 * min(spec.max_batch, _SGLANG_MOST_GRAPHS)
+    mib += 2 * min(spec.max_batch, _SGLANG_MAX_GRAPHS)
     if gpu.memory_gib * share > 60:
         mib = max(mib, 10240)
     left = max(share - mib / 1024 / gpu.memory_gib, 0.0)
-    return left * (_SGLANG_BESIDE_TOWERS if towers else 1.0)
+    return left * (_SGLANG_TOWER_FACTOR if towers else 1.0)
 
 
 def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
@@ -121,9 +301,9 @@ def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
     return 2 * dp * chunk_tokens * shape.hidden * 2
 
 
-def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
-    """Return the bytes of memory that a vLLM rank needs for a step, in addition to weights and KV. `others`
-    is the number of groups of `tp` ranks."""
+def _vllm_step_bytes(shape: LLMShape, tp: int, group_count: int, chunk_tokens: int, max_batch: int) -> int:
+    """Return the bytes of memory that a vLLM rank needs for a step, in addition to weights and KV.
+    `group_count` is the number of groups of `tp` ranks."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
-    ranks = _NCCL_BYTES if tp * others > 1 else 0
+    ranks = _NCCL_BYTES if tp * group_count > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

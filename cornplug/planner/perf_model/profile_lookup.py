@@ -23,9 +23,14 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import engine_spec, roofline
-from cornplug.planner.perf_model.engine_spec import EngineSpec
+from cornplug.planner.perf_model.engine_spec import (
+    ANY_CLASS,
+    CellHardware,
+    EngineSpec,
+    EngineStepTimes,
+    PiecewiseCurve,
+)
 from cornplug.planner.plan import Parallelism
-from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
@@ -62,20 +67,20 @@ def hardware(
         elif component.kind == "llm":
             found = _engine(profile, component, shape, spec, role, (tower, generator))
         else:
-            found = _isolated(profile, component, shape, spec)
+            found = _component_hardware(profile, component, shape, spec)
         if found is not None:
             return found
     return None
 
 
 def _throughput(profile: ThroughputProfile, spec: EngineSpec, role: str) -> CellHardware | None:
-    if not is_for(profile, spec, spec.quantisation) or profile.role not in (None, role):
+    if not profile_matches(profile, spec, spec.quantisation) or profile.role not in (None, role):
         return None
     rates = profile.requests_per_s
     return CellHardware(
         requests_per_s={
             name: rate * spec.share
-            for name, rate in (rates if isinstance(rates, dict) else {ANY: rates}).items()
+            for name, rate in (rates if isinstance(rates, dict) else {ANY_CLASS: rates}).items()
         },
         tpot_s=dict(profile.tpot_s),
         source=profile.source,
@@ -89,15 +94,15 @@ def _engine(
     shape: Shape | None,
     spec: EngineSpec,
     role: str,
-    beside: Iterable[tuple[Component, Shape | None] | None],
+    extras: Iterable[tuple[Component, Shape | None] | None],
 ) -> CellHardware | None:
     """Return the times and memory of an LLM's engine, including a tower and a generator that run in it."""
-    with_it = [part for part in beside if part is not None]
+    with_it = [part for part in extras if part is not None]
     whole = _llm(profile, component, shape, spec, role, _weights(with_it, spec.parallelism.tp))
     for part in with_it:
         if whole is None:
             return None
-        whole = _joined(whole, _first_timed(*part, spec))
+        whole = _merge_hardware(whole, _first_component_hardware(*part, spec))
     return whole
 
 
@@ -112,14 +117,14 @@ def _llm(
     llm = shape if isinstance(shape, LLMShape) else None
     kv_tokens = None
     if isinstance(profile, RooflineProfile):
-        if llm is None or not _estimates(profile, spec.gpu, spec.quantisation):
+        if llm is None or not _roofline_applies(profile, spec.gpu, spec.quantisation):
             return None
         steps: EngineStepTimes | None = roofline.llm_steps(component, llm, profile, spec)
         source = _roofline_source(spec.gpu)
     else:
-        if not is_for(profile, spec, spec.quantisation):
+        if not profile_matches(profile, spec, spec.quantisation):
             return None
-        profile = profile_tables.loaded(profile, spec.engine)
+        profile = profile_tables.load_points(profile, spec.engine)
         steps, source = _measured_steps(profile, role), profile.source
         kv_tokens = profile.kv_tokens if spec.share == 1 else None
     if kv_tokens is None and llm is not None:
@@ -157,7 +162,7 @@ def _measured_steps(profile: MeasuredProfile, role: str) -> EngineStepTimes | No
     )
 
 
-def _isolated(
+def _component_hardware(
     profile: MeasuredProfile | RooflineProfile, component: Component, shape: Shape | None, spec: EngineSpec
 ) -> CellHardware | None:
     """Return the times of a tower or generator alone, without the language model in the same engine."""
@@ -169,15 +174,15 @@ def _isolated(
     if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, spec):
         return None
     if isinstance(profile, MeasuredProfile):
-        if not is_for(
+        if not profile_matches(
             profile, replace(spec, parallelism=Parallelism(spec.parallelism.tp, profile.pp)), quantisation
         ):
             return None
-        profile = profile_tables.loaded(profile, spec.engine)
+        profile = profile_tables.load_points(profile, spec.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
         generate = _curve("units", profile.units, profile.unit_s)
         source = profile.source
-    elif not _estimates(profile, spec.gpu, quantisation):
+    elif not _roofline_applies(profile, spec.gpu, quantisation):
         return None
     else:
         encode, generate = _estimated_curves(profile, shape, spec, quantisation)
@@ -192,7 +197,7 @@ def _isolated(
     return CellHardware(generate=curve, source=source, measured=measured)
 
 
-def _estimates(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> bool:
+def _roofline_applies(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> bool:
     """Return whether a roofline profile applies to this GPU, and the GPU supports the quantisation."""
     return profile.gpu in (None, gpu.name) and (quantisation != "fp8" or gpu.fp8_tflops > 0)
 
@@ -209,16 +214,18 @@ def _estimated_curves(
     return None, None
 
 
-def _first_timed(component: Component, shape: Shape | None, spec: EngineSpec) -> CellHardware | None:
+def _first_component_hardware(
+    component: Component, shape: Shape | None, spec: EngineSpec
+) -> CellHardware | None:
     for profile in component.profiles:
         if not isinstance(profile, ThroughputProfile):
-            found = _isolated(profile, component, shape, spec)
+            found = _component_hardware(profile, component, shape, spec)
             if found is not None:
                 return found
     return None
 
 
-def _joined(engine: CellHardware, part: CellHardware | None) -> CellHardware | None:
+def _merge_hardware(engine: CellHardware, part: CellHardware | None) -> CellHardware | None:
     if part is None:
         return None
     source = engine.source if part.source == engine.source else f"{engine.source}; {part.source}"
@@ -231,7 +238,9 @@ def _joined(engine: CellHardware, part: CellHardware | None) -> CellHardware | N
     )
 
 
-def is_for(profile: ThroughputProfile | MeasuredProfile, spec: EngineSpec, quantisation: str) -> bool:
+def profile_matches(
+    profile: ThroughputProfile | MeasuredProfile, spec: EngineSpec, quantisation: str
+) -> bool:
     """Return whether a profile matches the GPU, parallelism, quantisation and engine.
 
     A profile without an engine matches all engines.
@@ -260,7 +269,7 @@ def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> Piece
     if len(x) != len(seconds) or list(x) != sorted(set(x)):
         problem = f"{len(x)} points with {len(seconds)} times, or not ascending"
         raise ConfigError(f"profiles.{name}", problem, "Write ascending points, with one time for each")
-    return PiecewiseCurve.through(x, seconds)
+    return PiecewiseCurve.from_points(x, seconds)
 
 
 def _roofline_source(gpu: GpuSpec) -> str:

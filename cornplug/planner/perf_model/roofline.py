@@ -52,8 +52,8 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
-from cornplug.planner.perf_model.engine_spec import EngineSpec
-from cornplug.planner.simulator.step_times import (
+from cornplug.planner.perf_model.engine_spec import (
+    EngineSpec,
     EngineStepTimes,
     GroupPrefill,
     PiecewiseCurve,
@@ -68,14 +68,14 @@ IMAGE_PATCHES: Final = 4096
 """Maximum number of patches in one image, which attend to each other. More patches are a batch of several
 images."""
 _ACTIVATION_BYTES: Final = 2
-_NOT_FITTED: Final = 0.5
+_DEFAULT_EFFICIENCY: Final = 0.5
 """Share of the peak FLOPS that towers and generators reach. This value was not compared with published
 times."""
 LAYER_S: Final = 40e-6
 """Time in seconds of a layer's sequential kernel launches, independent of the kernels' work."""
-EXPERTS_S: Final = 45e-6
+EXPERT_LAYER_EXTRA_S: Final = 45e-6
 """Additional time in seconds of a layer with experts, for routing, permutation and two grouped GEMMs."""
-_BYTES = 2
+_ELEMENT_BYTES = 2
 
 
 class LinkEfficiency(NamedTuple):
@@ -100,7 +100,7 @@ class ComputeEfficiency(NamedTuple):
 NVLINK: Final = LinkEfficiency(0.6, 4.5e-6)
 _PCIE: Final = LinkEfficiency(0.5, 15e-6)
 
-_OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
+_EFFICIENCY_OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
     "ampere": ComputeEfficiency(0.7, 0.7, 0.25, 0.25),
     "ada": ComputeEfficiency(0.52, 0.42, 0.2, 0.12),
     "hopper": ComputeEfficiency(0.68, 0.6, 0.19, 0.125),
@@ -111,7 +111,7 @@ _OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
 
 def compute_efficiency(gpu: GpuSpec, *, fp8: bool, experts: bool) -> float:
     """Return the share of a GPU's peak FLOPS at this precision that an engine reaches with long prompts."""
-    of = _OF_GENERATION[gpu.generation]
+    of = _EFFICIENCY_OF_GENERATION[gpu.generation]
     if experts:
         return of.experts_fp8 if fp8 else of.experts
     return of.dense_fp8 if fp8 else of.dense
@@ -129,8 +129,12 @@ class DevicePeaks:
     overhead_s: float
 
     @classmethod
-    def of(
-        cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = _NOT_FITTED
+    def from_gpu(
+        cls,
+        gpu: GpuSpec,
+        profile: RooflineProfile,
+        quantisation: str,
+        efficiency: float = _DEFAULT_EFFICIENCY,
     ) -> DevicePeaks:
         """Return the peaks of a GPU for this quantisation.
 
@@ -158,7 +162,7 @@ class DevicePeaks:
         includes the ranks of all `dp` groups.
         """
         reduced = self.all_reduce_s * (log2(tp) + log2(tp * dp))
-        each = LAYER_S + (EXPERTS_S if experts else 0.0) + reduced
+        each = LAYER_S + (EXPERT_LAYER_EXTRA_S if experts else 0.0) + reduced
         return layers * each
 
 
@@ -176,7 +180,7 @@ def llm_steps(
     gpu, quantisation, context_tokens = spec.gpu, spec.quantisation, spec.context_tokens
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
-    device = DevicePeaks.of(gpu, profile, quantisation, efficiency)
+    device = DevicePeaks.from_gpu(gpu, profile, quantisation, efficiency)
     groups = at.groups if experts else 1
     read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=groups)
     layers = shape.layers / pp
@@ -186,10 +190,12 @@ def llm_steps(
 
     def stage(tokens: float, attended: float) -> float:
         attention = 2 * layers * shape.heads * shape.head_dim * tokens * attended
-        flops = 2 * _multiplied(shape) * tokens / pp + attention
+        flops = 2 * _multiplied_weights(shape) * tokens / pp + attention
         if ranks > 1:
-            flops += 2 * _routed(shape) * _uneven(tokens * groups, shape, ranks) * tokens / pp
-        sent = _all_reduced(layers, shape.hidden, tokens, tp, groups)
+            flops += (
+                2 * _routed_weights(shape) * _expert_imbalance(tokens * groups, shape, ranks) * tokens / pp
+            )
+        sent = _all_reduce_bytes(layers, shape.hidden, tokens, tp, groups)
         if pp > 1:
             sent += tokens * shape.hidden * _ACTIVATION_BYTES
         return device.seconds(flops / tp, read(tokens), sent) + latency_s
@@ -222,17 +228,19 @@ def llm_steps(
         return (verify + draft) / tokens_out
 
     def common(tokens: float) -> float:
-        routed = _routed(shape) * (1 + (_uneven(tokens * dp, shape, ranks) if ranks > 1 else 0.0))
+        routed = _routed_weights(shape) * (
+            1 + (_expert_imbalance(tokens * dp, shape, ranks) if ranks > 1 else 0.0)
+        )
         sent = (
-            _all_reduced(layers, shape.hidden, tokens, tp, dp)
-            - _all_reduced(layers, shape.hidden, tokens, tp) / 2
+            _all_reduce_bytes(layers, shape.hidden, tokens, tp, dp)
+            - _all_reduce_bytes(layers, shape.hidden, tokens, tp) / 2
         )
         return 2 * routed * tokens / tp / device.flops + sent / device.link
 
-    curve = _sampled(prefill, spec.chunk_tokens + spec.max_batch)
+    curve = _fit_curve(prefill, spec.chunk_tokens + spec.max_batch)
     return EngineStepTimes(
         prefill=curve,
-        decode=_sampled(decode, spec.max_batch),
+        decode=_fit_curve(decode, spec.max_batch),
         kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp)
         / device.bytes
         / tokens_out
@@ -250,16 +258,16 @@ def encode(
 
     Towers use 16 bits and are divided among the TP ranks.
     """
-    device = DevicePeaks.of(gpu, profile, "none")
+    device = DevicePeaks.from_gpu(gpu, profile, "none")
     weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
     def batch(patches: float) -> float:
         attended = min(patches, IMAGE_PATCHES)
         flops = 2 * shape.parameters * patches + 4 * shape.layers * shape.hidden * patches * attended
-        sent = _all_reduced(shape.layers, shape.hidden, patches, tp)
+        sent = _all_reduce_bytes(shape.layers, shape.hidden, patches, tp)
         return device.seconds(flops / tp, weights, sent) + device.latency_s(shape.layers, tp)
 
-    return _sampled(batch, max_patches, extra=(IMAGE_PATCHES,))
+    return _fit_curve(batch, max_patches, extra=(IMAGE_PATCHES,))
 
 
 def generate(
@@ -269,16 +277,16 @@ def generate(
 
     The weights are read at least once.
     """
-    device = DevicePeaks.of(gpu, profile, quantisation)
+    device = DevicePeaks.from_gpu(gpu, profile, quantisation)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp)
-    return _sampled(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
+    return _fit_curve(lambda units: device.seconds(shape.flops_per_unit * units / tp, weights), 4096)
 
 
 def _active(shape: LLMShape) -> float:
     return shape.active_parameters or shape.parameters
 
 
-def _multiplied(shape: LLMShape) -> float:
+def _multiplied_weights(shape: LLMShape) -> float:
     """Return the number of weights by which a prompt token is multiplied.
 
     Embeddings are not included, because they are looked up, and the head is used only for few tokens.
@@ -286,7 +294,7 @@ def _multiplied(shape: LLMShape) -> float:
     return max(_active(shape) - shape.embedding_parameters, 0.0)
 
 
-def _touched(shape: LLMShape, tokens: float) -> float:
+def _read_share(shape: LLMShape, tokens: float) -> float:
     """Return the share of the weights that an iteration reads: 1 - (1 - active share)^tokens.
 
     Tokens choose their experts independently.
@@ -306,19 +314,19 @@ def _weights_read(
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:
-        return lambda tokens: weights * _touched(shape, tokens)
+        return lambda tokens: weights * _read_share(shape, tokens)
     experts = component_shapes.expert_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     idle = 1 - shape.experts_per_token / shape.experts
     return lambda tokens: weights - experts * idle ** max(tokens * dp, 1.0)
 
 
 def _group_prefill(prefill: PiecewiseCurve, common: Callable[[float], float], dp: int) -> GroupPrefill:
-    shared = PiecewiseCurve.through((0.0, *prefill.x), (0.0, *map(common, prefill.x)))
+    shared = PiecewiseCurve.from_points((0.0, *prefill.x), (0.0, *map(common, prefill.x)))
     alone = [in_group_s(prefill, shared, x, x / dp) for x in prefill.x]
-    return GroupPrefill(shared, PiecewiseCurve.through(prefill.x, alone))
+    return GroupPrefill(shared, PiecewiseCurve.from_points(prefill.x, alone))
 
 
-def _routed(shape: LLMShape) -> float:
+def _routed_weights(shape: LLMShape) -> float:
     """Return the number of routed expert weights by which a token is multiplied, or 0 if this number is
     unknown."""
     if shape.experts is None or shape.experts_per_token is None:
@@ -326,14 +334,14 @@ def _routed(shape: LLMShape) -> float:
     return shape.expert_parameters * shape.experts_per_token / shape.experts
 
 
-def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
+def _expert_imbalance(tokens: float, shape: LLMShape, ranks: int) -> float:
     """Return the excess of tokens on the fullest of `ranks` ranks over the mean, as a fraction of the
     mean."""
     mean = tokens * (shape.experts_per_token or 1) / ranks
     return min(sqrt(2 * log(ranks) / mean), ranks - 1)
 
 
-def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
+def _all_reduce_bytes(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
     """Return the number of bytes that a rank sends for two all-reduces in each layer.
 
     In a ring, a rank sends 2 (tp - 1) / tp of the data. The second all-reduce covers the tokens of all
@@ -345,7 +353,7 @@ def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1
     return layers * 2 * each * hidden * tokens * _ACTIVATION_BYTES
 
 
-def _sampled(
+def _fit_curve(
     seconds: Callable[[float], float], largest: float, extra: tuple[float, ...] = ()
 ) -> PiecewiseCurve:
     """Return a piecewise linear curve through about a dozen points of `seconds`, at powers of two.
@@ -358,7 +366,7 @@ def _sampled(
         points.add(x)
         x *= 2
     ordered = sorted(points | {2.0 * largest})
-    return PiecewiseCurve.through(ordered, [seconds(x) for x in ordered])
+    return PiecewiseCurve.from_points(ordered, [seconds(x) for x in ordered])
 
 
 def dcp_attention_bytes(shape: LLMShape, tokens: float, *, layers: float, tp: int, dcp: int) -> float:
@@ -367,7 +375,7 @@ def dcp_attention_bytes(shape: LLMShape, tokens: float, *, layers: float, tp: in
     With MLA, a head is as wide as the latent vector.
     """
     width = shape.mla_rank or shape.head_dim
-    return layers * 2 * tokens * shape.heads / tp * width * (dcp - 1) * _BYTES
+    return layers * 2 * tokens * shape.heads / tp * width * (dcp - 1) * _ELEMENT_BYTES
 
 
 def dcp_prefill_bytes(

@@ -12,14 +12,13 @@ from dataclasses import asdict
 from math import isinf
 
 from cornplug import __version__
-from cornplug.planner.candidates.cell_capacity import URGENCY
+from cornplug.planner.candidates.cell_capacity import WORKLOADS_BY_URGENCY
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.replica_configs import PRIORITY, kv_geometry
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_sampling import RequestClass
+from cornplug.planner.inputs.request_tables import QUANTITIES
 from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
-from cornplug.planner.inputs.slo import QUANTITIES
-from cornplug.planner.latency_forecast import JobForecast, LatencyForecast, PercentileSlo, SimulatedSlowdown
 from cornplug.planner.launch.vllm_flags import generator_command
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PathVariant, PoolSolution, ServiceDemand
@@ -27,17 +26,21 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 from cornplug.planner.pipeline.place_replicas import Slot, idle_gpus, placement
 from cornplug.planner.plan import (
     CacheSize,
+    JobForecast,
     KVGeometry,
+    LatencyForecast,
     OptimalityProof,
+    PercentileSlo,
     Plan,
     PlannedGroup,
     PlannedNodes,
     PlanRoute,
     QosReservation,
     RouteStage,
+    SimulatedSlowdown,
 )
 
-LEAST_PART = 1e-6
+MIN_FLOW_SHARE = 1e-6
 """Share of a class's rate below which a flow counts as 0, because of the solver's tolerance."""
 
 
@@ -102,7 +105,7 @@ def _group(
     problem: FormulatedProblem, solution: PoolSolution, spec: CellSpec, name: str, slots: list[Slot]
 ) -> PlannedGroup:
     cell, footprint = spec.cell, spec.footprint
-    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > LEAST_PART]
+    flows = [f for f in solution.flows if f.cell == cell.name and f.rate > MIN_FLOW_SHARE]
     users = [problem.classes[f.demand] for f in flows]
     replicas = solution.replicas[cell.name]
     main, *others = spec.service.components
@@ -125,7 +128,7 @@ def _group(
         placement=[list(slot) for slot in slots],
         utilisation=sum(f.rate / cell.capacity[f.demand] for f in flows) / replicas,
         capacity=dict(cell.capacity),
-        tier_s=spec.tier.seconds if spec.timed and not isinf(spec.tier.seconds) else None,
+        tier_s=spec.tier.seconds if spec.has_times and not isinf(spec.tier.seconds) else None,
         settings=spec.settings,
         kv=_kv(problem, spec, users or [problem.classes[u] for u in cell.capacity]),
         workload=_most_urgent(users) if users else footprint.workload,
@@ -142,8 +145,8 @@ def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -
     llm = spec.service.llm
     if llm is None or not isinstance(llm.shape, LLMShape):
         return None
-    bases = problem.cell_builder.bases
-    return kv_geometry(llm.shape, [d for u in users for d in problem.samples.of(u, bases[u.name])])
+    bases = problem.cell_builder.base_scenarios
+    return kv_geometry(llm.shape, [d for u in users for d in problem.samples.for_class(u, bases[u.name])])
 
 
 def _model(component: Component) -> str:
@@ -164,29 +167,39 @@ def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
 
 
 def _most_urgent(users: list[RequestClass]) -> Workload:
-    return min((u.app.workload for u in users), key=URGENCY.index)
+    return min((u.app.workload for u in users), key=WORKLOADS_BY_URGENCY.index)
 
 
 def _forecast(
-    problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, plan_routes: list[PlanRoute]
+    problem: FormulatedProblem,
+    solution: PoolSolution,
+    request_class: RequestClass,
+    plan_routes: list[PlanRoute],
 ) -> LatencyForecast:
-    slo = of.slo
+    slo = request_class.slo
     return LatencyForecast(
-        app=of.app.name,
-        request=of.request.name,
-        rate=of.rate,
+        app=request_class.app.name,
+        request=request_class.request.name,
+        rate=request_class.rate,
         served=min(
-            of.rate, sum(r.rate for r in plan_routes if (r.app, r.request) == (of.app.name, of.request.name))
+            request_class.rate,
+            sum(
+                r.rate
+                for r in plan_routes
+                if (r.app, r.request) == (request_class.app.name, request_class.request.name)
+            ),
         ),
-        priority=PRIORITY[of.app.workload],
-        prefix_hit_rate=problem.scenario(of.name, solution.levels).hits.prefix if of.request.prefix else 0.0,
+        priority=PRIORITY[request_class.app.workload],
+        prefix_hit_rate=problem.scenario(request_class.name, solution.levels).hits.prefix
+        if request_class.request.prefix
+        else 0.0,
         slo_percentile=slo.percentile,
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,
         slo_e2e_s=slo.e2e_s,
         slo_also=_other_bounds(slo),
         slowdown=_slowdown(slo),
-        job=_job_forecast(problem, solution, of),
+        job=_job_forecast(problem, solution, request_class),
     )
 
 
@@ -204,7 +217,7 @@ def _other_bounds(slo: Slo) -> list[PercentileSlo]:
 
 def _slowdown(slo: Slo) -> SimulatedSlowdown | None:
     """Return the slowdown forecast without simulated values, or None if no slowdown is bounded."""
-    if slo.idle is None or not slo.relative:
+    if slo.idle is None or not slo.has_slowdowns:
         return None
     return SimulatedSlowdown(idle=f"{slo.idle.gpu} TP{slo.idle.tp}")
 
@@ -237,7 +250,7 @@ def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> l
 
 
 def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> QosReservation:
-    deadlines = [ttft_s for of, _ in loads if (ttft_s := of.slo.first_s("ttft")) is not None]
+    deadlines = [ttft_s for of, _ in loads if (ttft_s := of.slo.first_bound_s("ttft")) is not None]
     return QosReservation(
         qos=qos,
         share=sum(load for _, load in loads) / total,
@@ -274,7 +287,9 @@ def _routes(
     """Return a route for each variant that serves requests. `group_of` maps cells to names of groups."""
     rates = {d.name: d.rate for d in problem.pool.demands}
     served = [
-        v for v in problem.pool.variants if solution.served.get(v.name, 0.0) > LEAST_PART * rates[v.demand]
+        v
+        for v in problem.pool.variants
+        if solution.served.get(v.name, 0.0) > MIN_FLOW_SHARE * rates[v.demand]
     ]
     return [_route(problem, solution, variant, group_of) for variant in served]
 
@@ -282,7 +297,7 @@ def _routes(
 def _route(
     problem: FormulatedProblem, solution: PoolSolution, variant: PathVariant, group_of: Mapping[str, str]
 ) -> PlanRoute:
-    tasks = {s.name: s.tasks for s in problem.request_paths[variant.name].path.stages}
+    tasks = {s.name: s.tasks for s in problem.request_paths[variant.name].template.stages}
     app, request = variant.demand.split("/")
     stages = []
     for need in variant.needs:
@@ -301,13 +316,15 @@ def _weights(solution: PoolSolution, demand: str, need: ServiceDemand) -> dict[s
         if (f.demand, f.service, f.tier) == (demand, need.service, need.tier):
             rates[f.cell] = rates.get(f.cell, 0.0) + f.rate
     total = sum(rates.values())
-    kept = {cell: rate for cell, rate in rates.items() if rate > LEAST_PART * total}
+    kept = {cell: rate for cell, rate in rates.items() if rate > MIN_FLOW_SHARE * total}
     return {cell: rate / sum(kept.values()) for cell, rate in kept.items()}
 
 
-def _job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: RequestClass) -> JobForecast | None:
+def _job_forecast(
+    problem: FormulatedProblem, solution: PoolSolution, request_class: RequestClass
+) -> JobForecast | None:
     """Return a job's forecast without the simulated completion time, or None if the class is not a job."""
-    job = of.request.job
+    job = request_class.request.job
     if job is None:
         return None
     load: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -315,9 +332,9 @@ def _job_forecast(problem: FormulatedProblem, solution: PoolSolution, of: Reques
         used = flow.rate / problem.cells[flow.cell].cell.capacity[flow.demand]
         load[flow.cell][flow.demand] = load[flow.cell].get(flow.demand, 0.0) + used
     per_hour = sum(
-        _cost_per_hour(problem, solution, cell) * used[of.name] / sum(used.values())
+        _cost_per_hour(problem, solution, cell) * used[request_class.name] / sum(used.values())
         for cell, used in load.items()
-        if used.get(of.name)
+        if used.get(request_class.name)
     )
     return JobForecast(
         requests=job.requests, deadline_hours=job.deadline_hours, dollars=per_hour * job.deadline_hours
@@ -335,11 +352,11 @@ def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str
     return solution.nodes.get(nodes.name, 0) * nodes.price * gpus[name] / sum(gpus.values())
 
 
-def job_done_hours(job: JobForecast, served: float, last_answer_s: float | None) -> float | None:
+def job_done_hours(job: JobForecast, served: float, last_response_s: float | None) -> float | None:
     """Return the time in hours from the job's first request to its last response.
 
     Returns None if the plan was not simulated.
     """
-    if last_answer_s is None or served <= 0:
+    if last_response_s is None or served <= 0:
         return None
-    return (job.requests / served + last_answer_s) / 3600
+    return (job.requests / served + last_response_s) / 3600

@@ -33,55 +33,60 @@ from cornplug.planner.optimizer.optimization_problem import (
     SolveProgress,
 )
 from cornplug.planner.optimizer.solution import flows, slack
-from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
-from cornplug.planner.optimizer.variables import PoolModel
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
-Report = Callable[[str, float], None]
+PhaseCallback = Callable[[str, float], None]
 """Function that is called with the name of a phase and its finished share."""
-Watch = Callable[[SolveProgress], None]
+ProgressCallback = Callable[[SolveProgress], None]
 
-ROUNDS: Final = 6
+MAX_ROUNDS: Final = 6
 """Maximum number of rounds. The last round's solution is accepted without confirmation."""
-ENOUGH: Final = 1.5
+REPLICA_TOLERANCE: Final = 1.5
 """Factor for the validity of a simulated capacity. A capacity for c replicas is valid for c / 1.5 to c x 1.5
 replicas."""
-GROWN: Final = 1.05
+GROWTH_THRESHOLD: Final = 1.05
 """Ratio of a simulated capacity to the earlier capacity above which fewer replicas might be sufficient."""
-SCOUT: Final = 0.1
+SCOUT_WORK: Final = 0.1
 """Share of the solver's work in rounds whose capacities are from closed forms. The plans of these rounds are
 not final."""
-SCOUTS: Final = 3
-"""Maximum number of rounds with the share `SCOUT`."""
-SEARCH: Final = 0.5
+MAX_SCOUT_ROUNDS: Final = 3
+"""Maximum number of rounds with the share `SCOUT_WORK`."""
+SEARCH_WORK: Final = 0.5
 """Share of the solver's work after the used cells were simulated."""
-LATER: Final = 0.2
+FOLLOW_UP_WORK: Final = 0.2
 """Share of the solver's work if a similar problem was solved before."""
 _RATE_TOLERANCE: Final = 1e-6
 """Relative tolerance of fixed values, because of the solver's tolerances."""
 
 
 def with_simulated_capacities(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
+    problem: FormulatedProblem,
+    report: PhaseCallback,
+    on_progress: ProgressCallback | None,
+    *,
+    similar_solution: PoolSolution | None = None,
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """Return the problem with simulated capacities, and its solution.
 
-    `near` is the solution of a similar problem that was solved before, or None. Raises the errors of
-    `milp.solve`.
+    `similar_solution` is the solution of a similar problem that was solved before, or None. Raises the errors
+    of `milp.solve`.
     """
-    problem = _current_simulated(problem, report)
+    problem = _simulate_current(problem, report)
     floor: PoolSolution | None = None
     timed_out, rounds = False, 0
     # Only a least-cost search can start from a plan.
-    later = LATER if problem.pool.objective == "cost" else SEARCH
-    effort = _first_effort(problem) if near is None else later
+    later = FOLLOW_UP_WORK if problem.pool.objective == "cost" else SEARCH_WORK
+    effort = _first_effort(problem) if similar_solution is None else later
     while True:
-        report("solve", rounds / ROUNDS)
+        report("solve", rounds / MAX_ROUNDS)
         settings = _settings(problem.solver, effort)
-        cells = near.replicas if near is not None else ()
+        cells = similar_solution.replicas if similar_solution is not None else ()
         try:
-            solution = solve_with_baseline(problem.pool, settings, watch, problem.notes, cells)
+            solution = solve_with_baseline(
+                problem.pool, settings, on_progress, problem.infeasibility_notes, cells
+            )
         except PlanUnfinished:
             if effort == 1:
                 raise
@@ -89,22 +94,24 @@ def with_simulated_capacities(
             continue
         timed_out = timed_out or solution.timed_out
         solution = replace(_with_bound(solution, floor, problem.solver.gap), timed_out=timed_out)
-        floor = near = solution
+        floor = similar_solution = solution
         rounds += 1
-        doubtful = _unconfirmed(problem, solution) if problem.rules.simulate and rounds < ROUNDS else []
+        doubtful = _unconfirmed(problem, solution) if problem.rules.simulate and rounds < MAX_ROUNDS else []
         fitted: PoolSolution | None = None
         if doubtful:
-            found = _simulated(problem, doubtful, report)
+            found = _simulate_cells(problem, doubtful, report)
             before, problem = problem, problem.with_cells(found)
-            if _grown(before, problem, found, 1.0) or problem.pool.objective != "cost":
+            if _capacity_grew(before, problem, found, 1.0) or problem.pool.objective != "cost":
                 floor = None
-            if set(found) <= set(problem.cells) and not _grown(before, problem, found, GROWN):
+            if set(found) <= set(problem.cells) and not _capacity_grew(
+                before, problem, found, GROWTH_THRESHOLD
+            ):
                 fitted = balance_load(problem.pool, solution, settings)
         if fitted is None and doubtful:
-            scouts = effort == SCOUT and rounds < SCOUTS
-            effort = SCOUT if scouts else SEARCH if effort == SCOUT else later
-        elif effort == SCOUT and solution.status != "optimal":
-            effort = SEARCH
+            scouts = effort == SCOUT_WORK and rounds < MAX_SCOUT_ROUNDS
+            effort = SCOUT_WORK if scouts else SEARCH_WORK if effort == SCOUT_WORK else later
+        elif effort == SCOUT_WORK and solution.status != "optimal":
+            effort = SEARCH_WORK
         else:
             report("solve", 1.0)
             return problem, fitted or balance_load(problem.pool, solution, settings) or solution
@@ -112,18 +119,18 @@ def with_simulated_capacities(
 
 def _first_effort(problem: FormulatedProblem) -> float:
     """Return the share of the solver's work for the first round."""
-    unsure = any(spec.timed and not spec.simulated_replicas for spec in problem.cells.values())
-    return SCOUT if unsure and problem.rules.simulate and problem.pool.objective == "cost" else 1.0
+    unsure = any(spec.has_times and not spec.simulated_replicas for spec in problem.cells.values())
+    return SCOUT_WORK if unsure and problem.rules.simulate and problem.pool.objective == "cost" else 1.0
 
 
-def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
+def _simulate_current(problem: FormulatedProblem, report: PhaseCallback) -> FormulatedProblem:
     """When re-planning, simulate the capacities of the running cells, which closed forms underestimate."""
     current = problem.pool.current
     if current is None or not problem.rules.simulate:
         return problem
     specs = [(problem.cells[name], n) for name, n in current.replicas.items() if n]
-    doubtful = [(spec, n) for spec, n in specs if spec.timed and not spec.simulated_replicas]
-    return problem.with_cells(_simulated(problem, doubtful, report)) if doubtful else problem
+    doubtful = [(spec, n) for spec, n in specs if spec.has_times and not spec.simulated_replicas]
+    return problem.with_cells(_simulate_cells(problem, doubtful, report)) if doubtful else problem
 
 
 def _settings(solver: SolverOptions, effort: float) -> SolverOptions:
@@ -137,16 +144,19 @@ def _unconfirmed(problem: FormulatedProblem, solution: PoolSolution) -> list[tup
     return [
         (spec, n)
         for spec, n in used
-        if spec.timed and not spec.simulated_replicas / ENOUGH <= n <= spec.simulated_replicas * ENOUGH
+        if spec.has_times
+        and not spec.simulated_replicas / REPLICA_TOLERANCE
+        <= n
+        <= spec.simulated_replicas * REPLICA_TOLERANCE
     ]
 
 
-def _simulated(
-    problem: FormulatedProblem, doubtful: list[tuple[CellSpec, int]], report: Report
+def _simulate_cells(
+    problem: FormulatedProblem, cells: list[tuple[CellSpec, int]], report: PhaseCallback
 ) -> dict[str, CellSpec]:
     found = {}
-    for i, (spec, replicas) in enumerate(doubtful):
-        report("confirm", i / len(doubtful))
+    for i, (spec, replicas) in enumerate(cells):
+        report("confirm", i / len(cells))
         found[spec.cell.name] = problem.cell_builder.confirm(spec, problem.classes, replicas)
     return found
 
@@ -163,11 +173,11 @@ def _with_bound(solution: PoolSolution, floor: PoolSolution | None, gap: float) 
     return replace(raised, status="optimal") if raised.gap <= gap else raised
 
 
-def _grown(
-    before: FormulatedProblem, after: FormulatedProblem, names: dict[str, CellSpec], times: float
+def _capacity_grew(
+    before: FormulatedProblem, after: FormulatedProblem, names: dict[str, CellSpec], factor: float
 ) -> bool:
     return any(
-        rate > times * before.cells[name].cell.capacity[u]
+        rate > factor * before.cells[name].cell.capacity[u]
         for name in names
         if name in after.cells
         for u, rate in after.cells[name].cell.capacity.items()
@@ -187,8 +197,8 @@ def balance_load(
     # Pass the replicas as the current deployment, because otherwise the model's own bounds allow only as many
     # replicas as a plan needs.
     model = milp.build(replace(pool, current=CurrentState(solution.replicas)))
-    _hold(model, solution)
-    fullest = _fullest(model, solution)
+    _fix_solution(model, solution)
+    fullest = _add_fullest_variables(model, solution)
     model.problem.setObjective(lpSum(fullest))
     run = run_solver(model.problem, SolverLimits(0.0, inf, settings.threads, settings.work))
     if run.status not in ("optimal", "feasible"):
@@ -202,7 +212,7 @@ def balance_load(
     )
 
 
-def _hold(model: PoolModel, solution: PoolSolution) -> None:
+def _fix_solution(model: PoolModel, solution: PoolSolution) -> None:
     for name, x in model.x.items():
         x.lowBound = x.upBound = solution.replicas.get(name, 0)
     for name, z in model.z.items():
@@ -216,7 +226,7 @@ def _hold(model: PoolModel, solution: PoolSolution) -> None:
         phi.lowBound, phi.upBound = rate * (1 - _RATE_TOLERANCE), rate * (1 + _RATE_TOLERANCE)
 
 
-def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
+def _add_fullest_variables(model: PoolModel, solution: PoolSolution) -> list[Any]:
     """Add a variable for each service that bounds the utilisation of all its cells, and return the
     variables."""
     found = []
@@ -224,20 +234,20 @@ def _fullest(model: PoolModel, solution: PoolSolution) -> list[Any]:
         used = [c for c in cells if solution.replicas.get(c.name)]
         if not used:
             continue
-        fullest = model.real(f"fullest_{i}")
+        fullest = model.add_real(f"fullest_{i}")
         found.append(fullest)
         for cell in used:
             room = solution.replicas[cell.name] * fullest
-            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.classes(cell)) <= room)
+            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.demands_of(cell)) <= room)
     return found
 
 
 def solve_with_baseline(
     pool: OptimizationProblem,
     settings: SolverOptions,
-    watch: Callable[[SolveProgress], None] | None,
+    on_progress: Callable[[SolveProgress], None] | None,
     notes: Mapping[str, str],
-    near: Collection[str] = (),
+    near_cells: Collection[str] = (),
 ) -> PoolSolution:
     """Solve the pool, and when re-planning also the pool of only the running processes. Return the better
     solution, with the bound of the complete pool.
@@ -246,11 +256,11 @@ def solve_with_baseline(
     """
     current = pool.current
     if current is None or pool.objective != "cost":
-        return milp.solve(pool, settings, watch, notes=notes, near=near)
+        return milp.solve(pool, settings, on_progress, notes=notes, near_cells=near_cells)
     baseline = _baseline(pool, current, settings)
     try:
-        known = {*near, *(baseline.replicas if baseline else ())}
-        whole = milp.solve(pool, settings, watch, notes=notes, near=known)
+        known = {*near_cells, *(baseline.replicas if baseline else ())}
+        whole = milp.solve(pool, settings, on_progress, notes=notes, near_cells=known)
     except PlanUnfinished:
         if baseline is None:
             raise

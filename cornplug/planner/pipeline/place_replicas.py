@@ -41,8 +41,8 @@ from cornplug.planner.optimizer.optimization_problem import (
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.pipeline.confirm_capacities import (
-    Report,
-    Watch,
+    PhaseCallback,
+    ProgressCallback,
     balance_load,
     with_simulated_capacities,
 )
@@ -50,7 +50,7 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Slot = tuple[int, int]
 """(index of the node in its class, first GPU)."""
-ROUNDS: Final = 12
+MAX_ROUNDS: Final = 12
 _RATE_TOLERANCE: Final = 1e-6
 """Relative tolerance for rates that are fixed, because of the solver's tolerances."""
 
@@ -126,8 +126,8 @@ def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapp
     )
 
 
-def _empty(nodes: Sequence[Fraction], wanted: int, gpus: int) -> bool:
-    return len(nodes) == wanted and all(f == gpus for f in nodes)
+def _empty(nodes: Sequence[Fraction], count: int, gpus: int) -> bool:
+    return len(nodes) == count and all(f == gpus for f in nodes)
 
 
 def _check(size: Fraction, gpus: int, group: str) -> None:
@@ -139,30 +139,36 @@ def _check(size: Fraction, gpus: int, group: str) -> None:
 
 
 def with_spare_nodes(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
+    problem: FormulatedProblem,
+    report: PhaseCallback,
+    on_progress: ProgressCallback | None,
+    *,
+    similar_solution: PoolSolution | None = None,
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """Return the problem with simulated capacities, and its solution (`with_simulated_capacities`).
 
     If the rules require it, the solution survives the loss of any node. Raises the errors of
-    `with_simulated_capacities`, and PlanUnfinished if `ROUNDS` solutions do not survive.
+    `with_simulated_capacities`, and PlanUnfinished if `MAX_ROUNDS` solutions do not survive.
     """
-    for _ in range(ROUNDS):
-        problem, near = with_simulated_capacities(problem, report, watch, near=near)
-        crowded = unsurvived(problem.pool, near)
+    for _ in range(MAX_ROUNDS):
+        problem, similar_solution = with_simulated_capacities(
+            problem, report, on_progress, similar_solution=similar_solution
+        )
+        crowded = find_unsurvivable_losses(problem.pool, similar_solution)
         if not crowded:
-            return problem, near
-        problem = replace(problem, pool=excluding(problem.pool, crowded))
+            return problem, similar_solution
+        problem = replace(problem, pool=exclude_crowded_nodes(problem.pool, crowded))
     raise PlanUnfinished(
-        f"none of {ROUNDS} plans survives the loss of each node, and infeasibility was not proven. "
+        f"none of {MAX_ROUNDS} plans survives the loss of each node, and infeasibility was not proven. "
         "Set rules.n_plus_one = true, or use fewer node classes."
     )
 
 
-def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> OptimizationProblem:
+def exclude_crowded_nodes(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> OptimizationProblem:
     return replace(pool, limits=replace(pool.limits, crowded=(*pool.limits.crowded, *crowded)))
 
 
-def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
+def find_unsurvivable_losses(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
     """Return the nodes after whose loss the other replicas cannot do the online work.
 
     The result is empty if the loss of nodes is not limited (`limits.by_node`).
@@ -244,7 +250,7 @@ def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: S
     filled = balance_load(
         pool, replace(solution, replicas=Counter(solution.replicas) + extra, extra=extra), settings
     )
-    if filled is None or unsurvived(pool, filled):
+    if filled is None or find_unsurvivable_losses(pool, filled):
         return solution
     # Keep the slack of the model's own rows, because extra replicas are not a reason for a plan.
     return replace(filled, slack=solution.slack)
@@ -301,5 +307,5 @@ def _sources(cell: Cell, current: CurrentState | None, stopped: Counter[str]) ->
     """
     if current is None:
         return [cell.name]
-    same = [cell.name, *sorted(one for one, other in current.free if other == cell.name)]
+    same = [cell.name, *sorted(one for one, other in current.free_switches if other == cell.name)]
     return [name for name in same if stopped[name] > 0]

@@ -18,15 +18,15 @@ from cornplug.planner.report.formatting import SloCheck
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84.0, 600.0, 16.0, 200.0
 """Edges of the area with a cost curve's points, in the units of the SVG."""
-BOX, HEIGHT = 190.0, 34.0
+BOX_WIDTH, BOX_HEIGHT = 190.0, 34.0
 """Width and height of a box."""
 _COLUMN_GAP, _ROW = 90.0, 44.0
-_ORDER = "EPDG"
-MOST_NODES = 48
+_TASK_ORDER = "EPDG"
+MAX_DRAWN_NODES = 48
 """Maximum number of nodes that are drawn for a class, because a plan may have hundreds."""
 GPU_SIDE = 26.0
 """Side of a GPU's square."""
-_GAP, _ACROSS = 3.0, 4
+_GPU_GAP, _NODES_PER_ROW = 3.0, 4
 _COLOURS = 6
 
 
@@ -63,23 +63,23 @@ def utilisation(groups: Sequence[PlannedGroup]) -> list[Bar]:
         Bar(
             f"{g.replicas} × {g.name}",
             g.utilisation,
-            f"{formatting.percent(g.utilisation)} · {formatting.mark(g.profile)}",
-            "warn" if formatting.mark(g.profile) == "ESTIMATE" else "c0",
+            f"{formatting.percent(g.utilisation)} · {formatting.profile_origin(g.profile)}",
+            "warn" if formatting.profile_origin(g.profile) == "ESTIMATE" else "c0",
         )
         for g in groups
     ]
 
 
-def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
+def bound_bars(checks: Sequence[SloCheck]) -> list[Bar]:
     """Return a bar for each bound, with the simulated time as a fraction of the bound."""
     return [
         Bar(
             f"{c.demand} {c.name} ≤ {c.bound_text}",
             0.0 if c.simulated is None else c.simulated / c.bound,
             c.simulated_text,
-            "c1" if c.kept else "bad",
+            "c1" if c.is_met else "bad",
         )
-        for c in found
+        for c in checks
         if c.bound is not None
     ]
 
@@ -151,8 +151,8 @@ def flow_chart(plan: Plan) -> FlowChart:
         for (a, b), flow in edges.items()
         if a in boxes and b in boxes
     ]
-    width = max((box.x for box in boxes.values()), default=0.0) + BOX + 8
-    height = max((box.y for box in boxes.values()), default=0.0) + HEIGHT + 8
+    width = max((box.x for box in boxes.values()), default=0.0) + BOX_WIDTH + 8
+    height = max((box.y for box in boxes.values()), default=0.0) + BOX_HEIGHT + 8
     return FlowChart(width, height, list(boxes.values()), lines)
 
 
@@ -186,16 +186,18 @@ def _boxes(plan: Plan) -> dict[str, Box]:
         name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
         for n, (name, flow) in enumerate(_classes(plan.routes).items())
     }
-    columns = sorted({g.tasks[0] for g in plan.groups}, key=_ORDER.find)
+    columns = sorted({g.tasks[0] for g in plan.groups}, key=_TASK_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
             under = f"{g.replicas} × {g.gpu} {formatting.shape(g.parallelism, g.share)}"
-            boxes[g.name] = Box(4 + column * (BOX + _COLUMN_GAP), 4 + row * _ROW, g.service, under, "c0")
+            boxes[g.name] = Box(
+                4 + column * (BOX_WIDTH + _COLUMN_GAP), 4 + row * _ROW, g.service, under, "c0"
+            )
     return boxes
 
 
 def _path(a: Box, b: Box) -> str:
-    x1, y1, x2, y2 = a.x + BOX, a.y + HEIGHT / 2, b.x, b.y + HEIGHT / 2
+    x1, y1, x2, y2 = a.x + BOX_WIDTH, a.y + BOX_HEIGHT / 2, b.x, b.y + BOX_HEIGHT / 2
     middle = (x1 + x2) / 2
     return f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2:g} {y2:g}"
 
@@ -207,7 +209,7 @@ def flow_legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class GpuPart:
+class GpuShare:
     """Part of one GPU that a replica uses."""
 
     node: int
@@ -219,7 +221,7 @@ class GpuPart:
     replica: int
 
 
-def gpu_parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
+def gpu_shares(plan: Plan, nodes: PlannedNodes) -> list[GpuShare]:
     """Return the parts of GPUs that replicas use on this class of nodes. Replicas that share a GPU have
     consecutive parts."""
     taken: dict[tuple[int, int], float] = defaultdict(float)
@@ -227,16 +229,16 @@ def gpu_parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
     for g in plan.groups:
         for replica, place in enumerate(g.placement if g.nodes == nodes.name else []):
             for node, gpu in _gpus(g, nodes.gpus, place[0], place[1]):
-                found.append(GpuPart(node, gpu, taken[node, gpu], g.share, g.name, replica))
+                found.append(GpuShare(node, gpu, taken[node, gpu], g.share, g.name, replica))
                 taken[node, gpu] += g.share
     return found
 
 
-def _gpus(g: PlannedGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
+def _gpus(g: PlannedGroup, gpus_per_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
     """Yield (node, GPU) for each GPU of a replica that starts at GPU `first` of `node`. The replica may
     continue on the next node."""
     for n in range(g.ranks):
-        more, gpu = divmod(first + n, of_node)
+        more, gpu = divmod(first + n, gpus_per_node)
         yield node + more, gpu
 
 
@@ -255,7 +257,7 @@ class Square:
 class PlacementChart:
     """Chart of the nodes of one class."""
 
-    of: PlannedNodes
+    node_class: PlannedNodes
     width: float
     height: float
     names: list[tuple[float, float, str]]
@@ -263,20 +265,20 @@ class PlacementChart:
     squares: list[Square]
 
     @property
-    def not_drawn(self) -> int:
-        return max(self.of.count - MOST_NODES, 0)
+    def omitted_nodes(self) -> int:
+        return max(self.node_class.count - MAX_DRAWN_NODES, 0)
 
 
 def placement_chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
     """Return the chart of a class of nodes: a box for each node, a square for each GPU, and the parts that
     replicas use."""
-    shown = min(nodes.count, MOST_NODES)
+    shown = min(nodes.count, MAX_DRAWN_NODES)
     columns = min(nodes.gpus, 4)
-    wide, high = columns * (GPU_SIDE + _GAP) + 12, ceil(nodes.gpus / columns) * (GPU_SIDE + _GAP) + 26
+    wide, high = columns * (GPU_SIDE + _GPU_GAP) + 12, ceil(nodes.gpus / columns) * (GPU_SIDE + _GPU_GAP) + 26
 
     def corner(node: int, gpu: int) -> tuple[float, float]:
-        x = (node % _ACROSS) * wide + 6 + (gpu % columns) * (GPU_SIDE + _GAP)
-        return x, (node // _ACROSS) * high + 20 + (gpu // columns) * (GPU_SIDE + _GAP)
+        x = (node % _NODES_PER_ROW) * wide + 6 + (gpu % columns) * (GPU_SIDE + _GPU_GAP)
+        return x, (node // _NODES_PER_ROW) * high + 20 + (gpu // columns) * (GPU_SIDE + _GPU_GAP)
 
     colours = dict(group_colours(plan))
     squares = [
@@ -287,13 +289,13 @@ def placement_chart(plan: Plan, nodes: PlannedNodes) -> PlacementChart:
             f"{part.group}, replica {part.replica}, node {part.node}, GPU {part.gpu}",
             colours[part.group],
         )
-        for part in gpu_parts(plan, nodes)
+        for part in gpu_shares(plan, nodes)
         if part.node < shown
     ]
     return PlacementChart(
         nodes,
-        _ACROSS * wide,
-        max(ceil(shown / _ACROSS), 1) * high,
+        _NODES_PER_ROW * wide,
+        max(ceil(shown / _NODES_PER_ROW), 1) * high,
         [(corner(n, 0)[0], corner(n, 0)[1] - 5, f"{nodes.name} {n}") for n in range(shown)],
         [corner(n, gpu) for n in range(shown) for gpu in range(nodes.gpus)],
         squares,

@@ -14,8 +14,9 @@ from math import inf
 from typing import Final
 
 from cornplug.planner.inputs.schema import Component, Engine, SolverOptions
-from cornplug.planner.optimizer import infeasibility, milp, objectives
+from cornplug.planner.optimizer import infeasibility, milp
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, PoolSolution
+from cornplug.planner.optimizer.solution import goals
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.report import formatting
@@ -27,7 +28,7 @@ BUILD_WORK: Final = 0.02
 MONOLITH = "monolith"
 MONOLITHS, DIVIDED = "monolith everywhere", "divided everywhere"
 """Names of the questions about the cost with monoliths only, and without monoliths."""
-FEWER = 0.1
+FEWER_REQUESTS_SHARE = 0.1
 """Fraction of a class's requests that is removed to compute what these requests cost."""
 
 
@@ -59,10 +60,10 @@ class ExplanationBudget:
 
     def __init__(self, work: float) -> None:
         """Create a budget of `work`, in the unit of `SolverOptions.work`."""
-        self.left = max(work, 0.0)
+        self.remaining = max(work, 0.0)
 
     def spend(self, work: float) -> None:
-        self.left = max(self.left - work, 0.0)
+        self.remaining = max(self.remaining - work, 0.0)
 
 
 def solve_question(
@@ -80,22 +81,24 @@ def solve_question(
     """
     budget.spend(BUILD_WORK)
     model = milp.build(pool)
-    if reason := infeasibility.unserved_in_short(model):
+    if reason := infeasibility.summarize_unserved(model):
         return CounterfactualAnswer(None, True, reason)
-    goal = objectives.goals(model)[0]
+    goal = goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
     if at_least is not None:
-        model.problem.addConstraint(goal.sign * goal.expression <= goal.sign * at_least * hours(pool))
-    work = min(QUESTION_WORK, budget.left)
+        model.problem.addConstraint(
+            goal.sign * goal.expression <= goal.sign * at_least * objective_hours(pool)
+        )
+    work = min(QUESTION_WORK, budget.remaining)
     run = run_solver(model.problem, SolverLimits(settings.gap, settings.time_limit_s, settings.threads, work))
     budget.spend(run.work)
     if run.status in ("infeasible", "none"):
         return CounterfactualAnswer(None, run.status == "infeasible", timed_out=run.timed_out)
-    value = goal.sign * run.objective / hours(pool)
+    value = goal.sign * run.objective / objective_hours(pool)
     return CounterfactualAnswer(value, run.status == "optimal", timed_out=run.timed_out)
 
 
-def hours(pool: OptimizationProblem) -> float:
+def objective_hours(pool: OptimizationProblem) -> float:
     """Return the hours by which to divide the objective to get dollars per hour. This is the horizon of a
     re-plan, whose objective is the dollars over the horizon, and otherwise 1."""
     return pool.current.horizon_hours if pool.current is not None and pool.objective == "cost" else 1.0
@@ -153,12 +156,12 @@ def _gpus(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Counter
     for kind in kinds if len(kinds) > 1 else ():
         if kind in used:
             yield CounterfactualQuestion(
-                f"without {kind}", f"no {kind}", _on(pool, [k for k in kinds if k != kind])
+                f"without {kind}", f"no {kind}", _limit_to_gpus(pool, [k for k in kinds if k != kind])
             )
     # With two GPU types, "only A" would equal "without B".
     for kind in kinds if len(kinds) > 2 else ():
         if used != {kind}:
-            yield CounterfactualQuestion(f"only {kind}", f"all on {kind}", _on(pool, [kind]))
+            yield CounterfactualQuestion(f"only {kind}", f"all on {kind}", _limit_to_gpus(pool, [kind]))
 
 
 def _caches(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
@@ -182,7 +185,7 @@ def _without_structure(pool: OptimizationProblem, name: str) -> OptimizationProb
     return _variants(pool, lambda v: v.structure != name)
 
 
-def _on(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem:
+def _limit_to_gpus(pool: OptimizationProblem, gpus: Collection[str]) -> OptimizationProblem:
     nodes = {n.name for n in pool.nodes if n.gpu in gpus}
     return replace(pool, cells=tuple(c for c in pool.cells if c.nodes in nodes))
 
@@ -207,7 +210,7 @@ class RelaxedConstraint:
     question: CounterfactualQuestion
     slack: float
     """Smallest slack among the program's rows for this constraint."""
-    price: bool = False
+    is_price: bool = False
     """Whether the saving is the price of serving some requests. This price is reported even if no constraint
     binds."""
 
@@ -299,12 +302,14 @@ def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
     if pool.objective != "cost":
         return
     for demand in sorted(pool.demands, key=lambda d: -d.rate):
-        fewer = tuple(replace(d, rate=d.rate * (1 - FEWER)) if d == demand else d for d in pool.demands)
-        text = f"with {formatting.percent(FEWER)} fewer of these requests"
+        fewer = tuple(
+            replace(d, rate=d.rate * (1 - FEWER_REQUESTS_SHARE)) if d == demand else d for d in pool.demands
+        )
+        text = f"with {formatting.percent(FEWER_REQUESTS_SHARE)} fewer of these requests"
         yield RelaxedConstraint(
             CounterfactualQuestion(f"demand[{demand.name}]", text, replace(pool, demands=fewer)),
             0.0,
-            price=True,
+            is_price=True,
         )
 
 

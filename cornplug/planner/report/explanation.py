@@ -1,24 +1,26 @@
-"""Explanation of a plan: the constraints that determine its cost, its alternatives, and the price of its
-SLOs.
+"""Explanation of a plan: constraints that determine its cost, its alternatives, and the price of its SLOs.
 
 Each question needs a separate solve. The solver work of all solves together is limited. The notes list the
 questions that were skipped because of this limit.
+
+The price of the SLOs is computed by planning the same input again with tighter and looser bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
-from cornplug.planner.inputs.schema import Engine, PlanInput, SolverOptions
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner.inputs.schema import Application, Engine, PlanInput, SolverOptions
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
-from cornplug.planner.pipeline.decide import PlanDecision
+from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.pipeline.formulate import formulate
-from cornplug.planner.plan import BindingConstraint, PlanAlternative, PlanExplanation
-from cornplug.planner.report import counterfactual, formatting, slo_cost_curve
+from cornplug.planner.plan import BindingConstraint, CurvePoint, PlanAlternative, PlanExplanation
+from cornplug.planner.report import counterfactual, formatting
 from cornplug.planner.report.counterfactual import (
     CounterfactualAnswer,
     CounterfactualQuestion,
@@ -26,14 +28,129 @@ from cornplug.planner.report.counterfactual import (
     solve_question,
 )
 
-WORK: Final = 15.0
+FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
+"""Factors that multiply every bound, most important first. The plan itself has the factor 1."""
+LOOSER_FACTOR: Final = 1.5
+"""Factor that multiplies one application's bounds to find what the bounds cost."""
+SOLVE_WORK: Final = 2.0
+"""Solver work for one plan, in the unit of `SolverOptions.work`."""
+FORMULATION_WORK: Final = 0.5
+"""Solver work that is counted for computing a plan's cells again, in addition to its solve."""
+
+
+@dataclass
+class SloSweep:
+    """Repeated planning of the same input with other bounds, until the budget is used up."""
+
+    plan_input: PlanInput
+    budget: ExplanationBudget
+    skipped: list[str] = field(default_factory=list)
+    """Names of the questions that were skipped because the solver work was used up."""
+    timed_out: list[str] = field(default_factory=list)
+    """Names of the questions whose search was ended by the time limit."""
+
+    def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
+        """Plan these applications without simulation, and return the cost, or None if the remaining work does
+        not suffice.
+        """
+        work = min(SOLVE_WORK, self.budget.remaining - FORMULATION_WORK)
+        if work <= 0:
+            self.skipped.append(name)
+            return None
+        self.budget.spend(FORMULATION_WORK)
+        changed = self.plan_input.model_copy(
+            update={
+                "applications": applications,
+                "rules": self.plan_input.rules.model_copy(update={"simulate": False}),
+                "solver": self.plan_input.solver.model_copy(update={"work": work}),
+            }
+        )
+        try:
+            decision = decide(changed, digest="")
+        except PlanInfeasible:
+            return SweepCost(None)
+        except PlanUnfinished:
+            self.budget.spend(work)
+            self.skipped.append(name)
+            return None
+        if decision.solution.timed_out:
+            self.timed_out.append(name)
+        self.budget.spend(decision.solution.work)
+        return SweepCost(decision.plan.cost_per_hour)
+
+
+@dataclass(frozen=True)
+class SweepCost:
+    per_hour: float | None
+    """Dollars per hour, or None if no plan meets the bounds."""
+
+
+def compute_curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
+    """Return the cost for each factor on the bounds, in ascending order. `cost` is the cost of the plan, at
+    factor 1."""
+    found = {1.0: SweepCost(cost)}
+    for factor in FACTORS:
+        one = sweep.cost(f"SLO × {factor:g}", scaled(sweep.plan_input.applications, factor))
+        if one is not None:
+            found[factor] = one
+    return list(monotone_points(found))
+
+
+def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
+    """Yield the points of the curve, adjusted so that the cost does not rise with looser bounds.
+
+    A plan that meets tighter bounds also meets looser bounds. It therefore replaces a more expensive plan
+    from a solve that was stopped early. The point at factor 1 is always the plan itself.
+    """
+    least = inf
+    for factor, one in sorted(found.items()):
+        cost = inf if one.per_hour is None else one.per_hour
+        least = cost if factor == 1 else min(cost, least)
+        yield CurvePoint(slo_factor=factor, cost_per_hour=None if least == inf else least)
+
+
+def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
+    """Yield a constraint for each application whose bounds increase the cost, with the saving that looser
+    bounds would bring. Savings up to `noise` are ignored."""
+    for app in (applications := sweep.plan_input.applications):
+        if not has_bounds(applications, app.name):
+            continue
+        name = f"slo[{app.name}]"
+        found = sweep.cost(name, scaled(applications, LOOSER_FACTOR, app.name))
+        if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
+            yield BindingConstraint(
+                constraint=name,
+                text=f"with its bounds {LOOSER_FACTOR:g} times as loose",
+                slack=0.0,
+                saves_per_hour=cost - found.per_hour,
+            )
+
+
+def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
+    """Return the applications with the bounds of `app`, or of every application if it is None, multiplied by
+    `factor`."""
+    return [_scale_app_bounds(a, factor) if app in (None, a.name) else a for a in applications]
+
+
+def has_bounds(applications: Iterable[Application], app: str | None = None) -> bool:
+    """Return whether `app`, or any application if it is None, has a bound."""
+    apps = [a for a in applications if app in (None, a.name)]
+    return any(slo.has_bounds for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
+
+
+def _scale_app_bounds(app: Application, factor: float) -> Application:
+    requests = [r.model_copy(update={"slo": r.slo.scaled(factor)}) if r.slo else r for r in app.requests]
+    return app.model_copy(update={"slo": app.slo.scaled(factor), "requests": requests})
+
+
+DEFAULT_WORK: Final = 15.0
 """Default solver work for all questions together, in the unit of `SolverOptions.work`."""
 _GAP: Final = 0.01
-_NAMED: Final = 3
+_MAX_NAMED: Final = 3
 """Maximum number of questions that a note lists by name."""
 
-Report = Callable[[str, float], None]
-_LOADS: Final = (0.25, 4.0, 0.5, 2.0)
+PhaseCallback = Callable[[str, float], None]
+_LOAD_FACTORS: Final = (0.25, 4.0, 0.5, 2.0)
 """Factors on all request rates at which monoliths are compared with the best plan, in this order."""
 
 
@@ -54,10 +171,10 @@ class _Questions:
     def value(self) -> float:
         """Value of the plan, in the unit of its objective."""
         plan = self.decision.plan
-        return plan.cost_per_hour if self.costs else self.decision.solution.objective
+        return plan.cost_per_hour if self.is_cost_objective else self.decision.solution.objective
 
     @property
-    def costs(self) -> bool:
+    def is_cost_objective(self) -> bool:
         return self.decision.pool.objective == "cost"
 
     @property
@@ -76,30 +193,30 @@ class _Questions:
         """
         if name in self.answers:
             return self.answers[name]
-        if self.budget.left <= 0:
+        if self.budget.remaining <= 0:
             self.skipped.append(name)
             return None
-        gain = -self.noise if self.costs else self.noise
+        gain = -self.noise if self.is_cost_objective else self.noise
         at_least = self.value + gain if better else None
         answer = self.answers[name] = solve_question(pool, self.settings, self.budget, at_least=at_least)
         if answer.timed_out:
             self.timed_out.append(name)
         return answer
 
-    def gained(self, answer: CounterfactualAnswer) -> float | None:
+    def gain_over_plan(self, answer: CounterfactualAnswer) -> float | None:
         """Return the difference by which the answer's value is better than the plan's value, or None if the
         answer has no plan."""
         if answer.value is None:
             return None
-        return (self.value - answer.value) if self.costs else (answer.value - self.value)
+        return (self.value - answer.value) if self.is_cost_objective else (answer.value - self.value)
 
 
 def explain(
     plan_input: PlanInput,
     decision: PlanDecision,
     *,
-    work: float = WORK,
-    progress: Report | None = None,
+    work: float = DEFAULT_WORK,
+    progress: PhaseCallback | None = None,
 ) -> PlanExplanation:
     """Return the explanation of a plan. Questions about the pool may use half of the solver work, and the
     questions about the cost of the SLOs may use the rest."""
@@ -114,18 +231,16 @@ def explain(
     report("reasons", 0.35)
     binding = _bindings(questions)
     report("reasons", 0.5)
-    sweep = slo_cost_curve.SloSweep(
+    sweep = SloSweep(
         plan_input,
-        ExplanationBudget(work / 2 + questions.budget.left),
+        ExplanationBudget(work / 2 + questions.budget.remaining),
         skipped=questions.skipped,
         timed_out=questions.timed_out,
     )
-    curve = slo_cost_curve.curve(sweep, questions.value) if _bounds_matter(questions) else []
+    curve = compute_curve(sweep, questions.value) if _bounds_matter(questions) else []
     report("reasons", 0.8)
     if curve:
-        binding = _dearest_first(
-            [*binding, *slo_cost_curve.slo_prices(sweep, questions.value, questions.noise)]
-        )
+        binding = _sort_by_savings([*binding, *slo_prices(sweep, questions.value, questions.noise)])
     report("reasons", 1.0)
     notes = [*decision.plan.explanation.notes, *_notes(decision, questions)]
     return PlanExplanation(
@@ -143,8 +258,8 @@ def _alternatives(questions: _Questions) -> list[PlanAlternative]:
     for question in chain(in_pool, _engines(questions)):
         answer = questions.answer(question.name, question.pool)
         if answer is not None:
-            cost = answer.value if questions.costs else None
-            reason_against = _against(questions, answer)
+            cost = answer.value if questions.is_cost_objective else None
+            reason_against = _reason_against(questions, answer)
             found.append(
                 PlanAlternative(
                     name=question.name, text=question.text, cost_per_hour=cost, reason_against=reason_against
@@ -156,7 +271,7 @@ def _alternatives(questions: _Questions) -> list[PlanAlternative]:
 def _engines(questions: _Questions) -> Iterator[CounterfactualQuestion]:
     used = {g.engine for g in questions.decision.plan.groups}
     engines: tuple[Engine, ...] = ("sglang", "vllm")
-    for engine in engines if questions.budget.left > 0 else ():
+    for engine in engines if questions.budget.remaining > 0 else ():
         others = counterfactual.without_engine(questions.decision.problem.components, engine)
         if engine in used and others:
             pool = formulate(questions.plan_input.model_copy(update={"components": others})).pool
@@ -165,8 +280,8 @@ def _engines(questions: _Questions) -> Iterator[CounterfactualQuestion]:
             )
 
 
-def _against(questions: _Questions, answer: CounterfactualAnswer) -> str:
-    gained = questions.gained(answer)
+def _reason_against(questions: _Questions, answer: CounterfactualAnswer) -> str:
+    gained = questions.gain_over_plan(answer)
     if gained is None:
         if answer.reason:
             return answer.reason
@@ -176,7 +291,7 @@ def _against(questions: _Questions, answer: CounterfactualAnswer) -> str:
         return "equally good within the solver's gap"
     share = formatting.percent(lost / abs(questions.value)) if questions.value else ""
     about = "" if answer.proven else "at most "
-    if questions.costs:
+    if questions.is_cost_objective:
         return f"costs {about}{formatting.dollars(lost)} more (+{share})"
     return f"serves {about}{lost:.3g} less (-{share})"
 
@@ -185,34 +300,34 @@ def _bindings(questions: _Questions) -> list[BindingConstraint]:
     found = []
     for relaxed in counterfactual.constraint_questions(questions.decision.pool, questions.decision.solution):
         answer = questions.answer(relaxed.question.name, relaxed.question.pool, better=True)
-        gained = None if answer is None else questions.gained(answer)
-        unanswered = answer is None and not relaxed.price and abs(relaxed.slack) < 1e-6
+        gained = None if answer is None else questions.gain_over_plan(answer)
+        unanswered = answer is None and not relaxed.is_price and abs(relaxed.slack) < 1e-6
         if gained is not None or unanswered:
             found.append(
                 BindingConstraint(
                     constraint=relaxed.question.name,
                     text=relaxed.question.text,
                     slack=relaxed.slack,
-                    saves_per_hour=gained if questions.costs else None,
+                    saves_per_hour=gained if questions.is_cost_objective else None,
                 )
             )
-    return _dearest_first(found)
+    return _sort_by_savings(found)
 
 
-def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
+def _sort_by_savings(found: list[BindingConstraint]) -> list[BindingConstraint]:
     return sorted(found, key=lambda b: -(b.saves_per_hour or 0.0))
 
 
 def _bounds_matter(questions: _Questions) -> bool:
     """Return whether latency bounds affect the cost. If only throughputs are known, bounds have no effect."""
-    timed = any(spec.timed for spec in questions.decision.problem.cells.values())
-    bounded = slo_cost_curve.bounded(questions.plan_input.applications)
-    return questions.costs and questions.plan_input.change is None and timed and bounded
+    timed = any(spec.has_times for spec in questions.decision.problem.cells.values())
+    bounded = has_bounds(questions.plan_input.applications)
+    return questions.is_cost_objective and questions.plan_input.change is None and timed and bounded
 
 
 def _monolith(questions: _Questions) -> str:
     pool = questions.decision.pool
-    if not questions.costs:
+    if not questions.is_cost_objective:
         return ""
     used = counterfactual.used_structures(pool, questions.decision.solution)
     whole = all(counterfactual.is_monolith(s) for s in used)
@@ -226,28 +341,28 @@ def _monolith(questions: _Questions) -> str:
         head = _monolith_wins(questions.value, other)
     else:
         head = monolith_loses(questions.value, single)
-    loads = [load for factor in _LOADS if (load := _at_load(questions, factor))]
-    return " ".join([head, _at_other_loads(loads, questions.settings.gap)]).strip()
+    loads = [load for factor in _LOAD_FACTORS if (load := _monolith_cost_at(questions, factor))]
+    return " ".join([head, _other_loads_sentence(loads, questions.settings.gap)]).strip()
 
 
-def _at_load(questions: _Questions, factor: float) -> MonolithCost | None:
+def _monolith_cost_at(questions: _Questions, factor: float) -> MonolithCost | None:
     """Return the costs at a multiple of the planned rates, or None if no solver work is left."""
     pool, name = questions.decision.pool, f"load × {factor:g}"
-    single = questions.answer(f"monolith at {name}", at_load(counterfactual.only_monoliths(pool), factor))
-    best = questions.answer(name, at_load(pool, factor)) if single else None
+    single = questions.answer(f"monolith at {name}", scale_load(counterfactual.only_monoliths(pool), factor))
+    best = questions.answer(name, scale_load(pool, factor)) if single else None
     return MonolithCost(factor, single.value, best.value) if single and best else None
 
 
 def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
     for miss in decision.misses:
-        over = formatting.percent(miss.times - 1)
-        bound = formatting.measured(miss.bound, slowdown=miss.slowdown)
-        quantity = f"{formatting.percentile(miss.percentile)} {miss.what.upper()}"
-        what = f"{miss.of} misses its {quantity} of {bound} by {over}"
+        over = formatting.percent(miss.excess_ratio - 1)
+        bound = formatting.time_or_slowdown(miss.bound, slowdown=miss.slowdown)
+        quantity = f"{formatting.percentile(miss.percentile)} {miss.quantity.upper()}"
+        what = f"{miss.demand} misses its {quantity} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
     if decision.solution.timed_out:
         yield "The solver's time limit ended the search. Another run may find a different plan."
-    guessed = [g for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"]
+    guessed = [g for g in decision.plan.groups if formatting.profile_origin(g.profile) == "ESTIMATE"]
     if guessed:
         services = ", ".join(sorted({g.service for g in guessed}))
         yield (
@@ -277,8 +392,8 @@ def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
 def _names(questions: Iterable[str]) -> str:
     """Return the first few of the questions' names as text, with the number of further names."""
     names = list(dict.fromkeys(questions))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"
 
 
 @dataclass(frozen=True)
@@ -292,7 +407,7 @@ class MonolithCost:
     """Cost with any structures."""
 
 
-def at_load(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
+def scale_load(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
     """Return the pool with all rates multiplied by `factor`, and with more stock for a larger load, so that
     the stock does not decide the comparison."""
     demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
@@ -306,7 +421,7 @@ def _monolith_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
         return "The monolith wins here."
     if divided.value is None:
         return "The monolith wins here: no other structure meets the SLOs with this pool."
-    return f"The monolith wins here: dividing requests costs {_more(divided.value, cost)}."
+    return f"The monolith wins here: dividing requests costs {_compare_costs(divided.value, cost)}."
 
 
 def monolith_loses(cost: float, single: CounterfactualAnswer) -> str:
@@ -316,34 +431,34 @@ def monolith_loses(cost: float, single: CounterfactualAnswer) -> str:
         return f"The monolith loses here: no plan of monoliths only meets the SLOs with this pool{reason}."
     if single.value <= cost + 1e-6:
         return "Using the monolith everywhere costs the same here."
-    return f"The monolith loses here: using it everywhere costs {_more(single.value, cost)}."
+    return f"The monolith loses here: using it everywhere costs {_compare_costs(single.value, cost)}."
 
 
-def _at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
+def _other_loads_sentence(loads: Sequence[MonolithCost], gap: float) -> str:
     """Return a sentence about the loads at which monoliths are as cheap as the best plan, apart from the
     solver's gap."""
     known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
     if not known:
         return ""
-    wins = [x.factor for x in known if _as_cheap(x, gap)]
-    loses = [x.factor for x in known if not _as_cheap(x, gap)]
-    said = [f"it is the cheapest at {_times(wins)} this load"] if wins else []
-    said += [f"it is not at {_times(loses)} this load"] if loses else []
+    wins = [x.factor for x in known if _is_as_cheap(x, gap)]
+    loses = [x.factor for x in known if not _is_as_cheap(x, gap)]
+    said = [f"it is the cheapest at {_format_factors(wins)} this load"] if wins else []
+    said += [f"it is not at {_format_factors(loses)} this load"] if loses else []
     text = ", ".join(said)
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _as_cheap(load: MonolithCost, gap: float) -> bool:
+def _is_as_cheap(load: MonolithCost, gap: float) -> bool:
     assert load.best is not None
     return load.monolith is not None and load.monolith <= load.best * (1 + gap) + 1e-6
 
 
-def _times(factors: Sequence[float]) -> str:
+def _format_factors(factors: Sequence[float]) -> str:
     *first, last = [f"{f:g}" for f in factors]
     return f"{', '.join(first)} and {last} times" if first else f"{last} times"
 
 
-def _more(cost: float, than: float) -> str:
-    if cost <= than + 1e-6 or not than:
+def _compare_costs(cost: float, base_cost: float) -> str:
+    if cost <= base_cost + 1e-6 or not base_cost:
         return f"{formatting.dollars(cost)}, the same"
-    return f"{formatting.dollars(cost)}, {formatting.percent(cost / than - 1)} more"
+    return f"{formatting.dollars(cost)}, {formatting.percent(cost / base_cost - 1)} more"

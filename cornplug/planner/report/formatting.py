@@ -8,43 +8,51 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from cornplug.planner.latency_forecast import JobForecast, LatencyForecast
-from cornplug.planner.plan import OptimalityProof, Parallelism, Plan, PlannedGroup
+from cornplug.planner.plan import (
+    JobForecast,
+    LatencyForecast,
+    OptimalityProof,
+    Parallelism,
+    Plan,
+    PlannedGroup,
+)
 
-NONE = "–"
+NO_VALUE = "–"
 
 
 def dollars(per_hour: float | None) -> str:
     """Format dollars per hour, such as "$4.68/h"."""
-    return NONE if per_hour is None else f"${per_hour:,.2f}/h"
+    return NO_VALUE if per_hour is None else f"${per_hour:,.2f}/h"
 
 
 def seconds(value: float | None) -> str:
     """Format a time with three digits, such as "85 ms" or "1.24 s"."""
     if value is None or math.isnan(value):
-        return NONE
+        return NO_VALUE
     if value < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
-def measured(value: float | None, *, slowdown: bool) -> str:
+def time_or_slowdown(value: float | None, *, slowdown: bool) -> str:
     """Format a time in seconds, or with `slowdown` a factor such as "2.5x"."""
     if not slowdown:
         return seconds(value)
-    return NONE if value is None else f"{value:.3g}x"
+    return NO_VALUE if value is None else f"{value:.3g}x"
 
 
-def job(of: JobForecast) -> str:
+def job(forecast: JobForecast) -> str:
     """Describe a job, as in "500,000 requests in 7.9 h of 8 h, for $62.40"."""
-    done = "" if of.done_hours is None else f" in {of.done_hours:.3g} h"
-    return f"{of.requests:,} requests{done} of {of.deadline_hours:g} h, for ${of.dollars:,.2f}"
+    done = "" if forecast.done_hours is None else f" in {forecast.done_hours:.3g} h"
+    return (
+        f"{forecast.requests:,} requests{done} of {forecast.deadline_hours:g} h, for ${forecast.dollars:,.2f}"
+    )
 
 
 def percent(share: float | None) -> str:
     """Format a fraction in percent, such as "73 %" or "0.4 %"."""
     if share is None:
-        return NONE
+        return NO_VALUE
     part = 100 * share
     return f"{part:.0f} %" if part >= 10 or part == 0 else f"{part:.2g} %"
 
@@ -63,25 +71,27 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def proof(of: OptimalityProof) -> str:
+def proof(optimality: OptimalityProof) -> str:
     """Describe how good a plan is. The text contains "optimal" only if the solver proved this."""
-    if of.status == "optimal":
-        return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
-    bound = f"{of.bound:.4g} {of.unit}".rstrip()
-    ended = ", stopped by the time limit" if of.timed_out else ""
-    return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, but none beyond {bound}"
+    if optimality.status == "optimal":
+        return (
+            "optimal (proved)" if optimality.gap < 1e-6 else f"optimal (proved to {percent(optimality.gap)})"
+        )
+    bound = f"{optimality.bound:.4g} {optimality.unit}".rstrip()
+    ended = ", stopped by the time limit" if optimality.timed_out else ""
+    return f"feasible, gap {percent(optimality.gap)}{ended}: a better plan may exist, but none beyond {bound}"
 
 
-def shape(at: Parallelism, share: float) -> str:
+def shape(parallelism: Parallelism, share: float) -> str:
     """Describe the GPUs of one replica, as in "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or
     "TP1·PCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    degrees = {"PP": at.pp, "DP": at.dp, "PCP": at.pcp, "DCP": at.dcp}
-    return f"TP{at.tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
+    degrees = {"PP": parallelism.pp, "DP": parallelism.dp, "PCP": parallelism.pcp, "DCP": parallelism.dcp}
+    return f"TP{parallelism.tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 
-def mark(profile: str) -> str:
+def profile_origin(profile: str) -> str:
     """Return the origin of a profile's times: "measured", "given" (in the input), or "ESTIMATE" (computed
     from the GPU table)."""
     if profile.startswith("roofline"):
@@ -89,14 +99,14 @@ def mark(profile: str) -> str:
     return "measured" if profile.startswith("measured") else "given"
 
 
-def replicas(of: PlannedGroup) -> str:
+def replicas(group: PlannedGroup) -> str:
     """Format the number of replicas: "4", or "3+1" if one of them runs on GPUs that would otherwise be
     idle."""
-    extra = of.extra_replicas
-    return f"{of.replicas - extra}+{extra}" if extra else f"{of.replicas}"
+    extra = group.extra_replicas
+    return f"{group.replicas - extra}+{extra}" if extra else f"{group.replicas}"
 
 
-def paid_gpus(plan: Plan) -> list[str]:
+def unneeded_gpu_notes(plan: Plan) -> list[str]:
     """Return sentences about GPUs that are paid for, but not needed for the SLOs: GPUs of extra replicas, and
     idle GPUs."""
     found = []
@@ -116,9 +126,9 @@ class DayPart(NamedTuple):
 
     hours: str
     """Hours in words, such as "00 to 07 h"."""
-    runs: str
+    needed: str
     """Machines that are needed in these hours, in words."""
-    given_back: str
+    releasable: str
     """Machines that can be returned in these hours, in words."""
     cost_per_hour: float
 
@@ -145,7 +155,7 @@ def day_cost(plan: Plan) -> str:
 
 
 def _machines(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} × {name}" for name, n in counts.items()) or NONE
+    return ", ".join(f"{n} × {name}" for name, n in counts.items()) or NO_VALUE
 
 
 def headline(plan: Plan) -> str:
@@ -172,7 +182,7 @@ class SloCheck:
     """Whether both values are multiples of the time on an idle replica."""
 
     @property
-    def kept(self) -> bool | None:
+    def is_met(self) -> bool | None:
         """Whether the simulated time is within the bound, or None if either value is None."""
         if self.bound is None or self.simulated is None:
             return None
@@ -185,26 +195,26 @@ class SloCheck:
 
     @property
     def bound_text(self) -> str:
-        return measured(self.bound, slowdown=self.slowdown)
+        return time_or_slowdown(self.bound, slowdown=self.slowdown)
 
     @property
     def simulated_text(self) -> str:
-        return measured(self.simulated, slowdown=self.slowdown)
+        return time_or_slowdown(self.simulated, slowdown=self.slowdown)
 
 
 def slo_checks(plan: Plan) -> list[SloCheck]:
     """Return the checks of all request classes of a plan."""
-    return [check for forecast in plan.latency_forecasts for check in _of(forecast)]
+    return [check for forecast in plan.latency_forecasts for check in _forecast_checks(forecast)]
 
 
 def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
     """Return the result of a check in one or two words, and its style."""
-    if check.kept is None:
+    if check.is_met is None:
         return ("no bound" if check.bound is None else "unknown"), "soft"
-    return ("kept", "good") if check.kept else ("MISSED", "bad")
+    return ("kept", "good") if check.is_met else ("MISSED", "bad")
 
 
-def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
+def _forecast_checks(forecast: LatencyForecast) -> Iterator[SloCheck]:
     """Yield a check for each bound. For each time without a bound, yield a check at the SLO's first
     percentile."""
     found = [b for b in forecast.bounds if b.bound is not None]

@@ -19,7 +19,7 @@ from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
-_NEAR_TOKENS: Final = 4096
+_MAX_LOOKUP_TOKENS: Final = 4096
 """Maximum number of prompt tokens that one lookup covers. A lookup takes about a millisecond."""
 
 
@@ -38,7 +38,7 @@ class EarlyLookup:
         self._index, self._reader, self._pace, self._tally, self._app = index, reader, pace, tally, app
         self._windows = windows
 
-    def worth(
+    def count_worth_fetching(
         self,
         tokens: Sequence[int],
         prefix: Sequence[int],
@@ -52,20 +52,20 @@ class EarlyLookup:
 
         Pages that will not be fetched are counted as misses. Raises CornplugError if the lookup fails.
         """
-        first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
-        begins = self._reader.begins(first, len(tokens))
+        first = hash_first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
+        begins = self._reader.has_first_page(first, len(tokens))
         if begins is None:
             # Other hosts may have pages. Assume one page, because the prefetch itself determines the number.
             return self._index.page_size
         if not begins:
             return 0
-        near = tokens[: _NEAR_TOKENS + in_pairs]
-        names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
-        count, on_disk = self._reader.count(names)
+        near = tokens[: _MAX_LOOKUP_TOKENS + in_pairs]
+        names = hash_pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
+        count, on_disk = self._reader.count_leading(names)
         # This does not check a window that ends after the looked-up pages. The storage's thread looks it up
         # together with all of its pages.
-        if self._windows is not None and (count < len(names) or len(tokens) <= _NEAR_TOKENS):
-            count = self._windows.reach(names[:count], at_start=not prefix)
+        if self._windows is not None and (count < len(names) or len(tokens) <= _MAX_LOOKUP_TOKENS):
+            count = self._windows.longest_stored(names[:count], at_start=not prefix)
             if not count:
                 self._reader.count_absent(len(names))
                 return 0
@@ -75,11 +75,11 @@ class EarlyLookup:
         if self._pace.pays(ahead, first_s=disk_s):
             return ahead
         missed = max(1, ahead // self._index.page_tokens)
-        self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "cheaper", by=missed)
+        self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "cheaper", amount=missed)
         return 0
 
 
-def pages(
+def hash_pages(
     index: PageHashIndex,
     tokens: Sequence[int],
     prefix: Sequence[int],
@@ -111,7 +111,7 @@ def pages(
     return hashed(tokens, last_hash)
 
 
-def first_page(
+def hash_first_page(
     index: PageHashIndex,
     tokens: Sequence[int],
     prefix: Sequence[int],
@@ -125,5 +125,5 @@ def first_page(
     Records all SGLang pages in the store page in which the first page begins.
     """
     whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
-    names = pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)
+    names = hash_pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)
     return names[0] if names else None

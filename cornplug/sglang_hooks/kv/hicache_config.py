@@ -1,9 +1,9 @@
 """Configures SGLang's hierarchical cache (HiCache) for sharing KV pages.
 
-If an operator's flags exclude sharing, `check` raises an error before any process starts. `settle` decides
-the remaining settings during SGLang's own resolution, when the model, dtype and attention backend are
-resolved. If KV can be shared, `settle` declares the settings that the operator did not set. If KV cannot be
-shared, the server runs with exactly its stock settings.
+If an operator's flags exclude sharing, `check_flags` raises an error before any process starts.
+`declare_settings` decides the remaining settings during SGLang's own resolution, when the model, dtype and
+attention backend are resolved. If KV can be shared, `declare_settings` declares the settings that the
+operator did not set. If KV cannot be shared, the server runs with exactly its stock settings.
 
 SGLang's host pool layout and its copy engine are not changed. In every host layout, a shared page
 `[kv_head][layer][K,V][token][dim]` consists of contiguous ranges of `dim` values.
@@ -30,13 +30,13 @@ BACKEND: Final = {
 }
 """Settings that make SGLang's "dynamic" storage load `CornplugStorage`."""
 
-SECOND_SIGHT: Final = "write_through_selective"
+SECOND_REQUEST_POLICY: Final = "write_through_selective"
 """SGLang's write policy that offers a page to the storage when a second request uses the page."""
 
 _EMBEDDINGS_ONLY: Final = "or set CORNPLUG_ENGINE_SHARE_KV=false to share only embeddings"
 
 # (ServerArgs field, default value, flag) of other features that control the host side of the KV cache.
-RIVALS: Final = (
+CONFLICTING_FLAGS: Final = (
     ("disable_radix_cache", False, "--disable-radix-cache"),
     ("enable_unified_cache_external_linker", False, "--enable-unified-cache-external-linker"),
     ("enable_lmcache", False, "--enable-lmcache"),
@@ -49,23 +49,23 @@ RIVALS: Final = (
 )
 
 
-def check(server_args: Any, config: Config) -> None:
+def check_flags(server_args: Any, config: Config) -> None:
     """Raise ConfigError if an operator's flag cannot be combined with cornplug.
 
     `server_args` are the operator's settings before SGLang resolves them. If the deployment cannot share KV
-    for another reason, this does not raise an error, and `settle` logs the reason.
+    for another reason, this does not raise an error, and `declare_settings` logs the reason.
     """
-    if not config.engine.share_kv or exclusions.deployment(server_args):
+    if not config.engine.share_kv or exclusions.deployment_exclusion(server_args):
         return
-    if server_args.attention_backend is not None and exclusions.branches(server_args):
+    if server_args.attention_backend is not None and exclusions.ngram_exclusion(server_args):
         return
-    _refuse_rivals(server_args)
+    _check_conflicts(server_args)
     if server_args.page_size is not None:
-        _check_page(server_args.page_size, config.engine.page_tokens)
-    _given_extra(server_args)
+        _check_page_size(server_args.page_size, config.engine.page_tokens)
+    _operator_extra(server_args)
 
 
-def settle(server_args: Any) -> None:
+def declare_settings(server_args: Any) -> None:
     """Declare the settings that KV sharing needs, or log why KV is not shared.
 
     Called during SGLang's resolution, after SGLang has resolved the model and attention backend.
@@ -77,14 +77,14 @@ def settle(server_args: Any) -> None:
     settled = resolving_view(server_args)
     config = activation.config()
     page = config.engine.page_tokens
-    if why := exclusions.excluded(server_args, page) or _no_compiler():
+    if why := exclusions.exclusion_reason(server_args, page) or _compiler_problem():
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
-        if is_ours(settled):  # The operator enabled HiCache explicitly.
+        if is_cornplug_storage(settled):  # The operator enabled HiCache explicitly.
             declare_resolution(server_args, "cornplug", hicache_storage_backend=None)
         return
-    if exclusions.is_free(server_args):
-        declare_resolution(server_args, "cornplug", page_size=exclusions.page_for(settled, page))
-    extra = storage_settings(settled.page_size, config, _given_extra(server_args))
+    if exclusions.is_default_page_size(server_args):
+        declare_resolution(server_args, "cornplug", page_size=exclusions.choose_page_size(settled, page))
+    extra = storage_settings(settled.page_size, config, _operator_extra(server_args))
     declare_resolution(
         server_args,
         "cornplug",
@@ -95,7 +95,7 @@ def settle(server_args: Any) -> None:
     )
 
 
-def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+def storage_settings(page_size: int, config: Config, operator_extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the extra config for SGLang's storage, merged with the values that the operator set."""
     return {
         # Even a prefix of a single page is worth a lookup, because the store replies in 0.1 ms.
@@ -104,7 +104,7 @@ def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -
         "prefetch_timeout_base": config.store.background_timeout_s,
         # Without this setting, a backup has the hashes of its own pages but not of the preceding pages.
         "hicache_storage_pass_prefix_keys": True,
-        **given,
+        **operator_extra,
         **BACKEND,
     }
 
@@ -116,11 +116,11 @@ def _write_policy(resolved: str, config: Config) -> str:
     uses the page. If the operator set "write_back", it is kept.
     """
     if config.engine.save == "second" and resolved == "write_through":
-        return SECOND_SIGHT
+        return SECOND_REQUEST_POLICY
     return resolved
 
 
-def _no_compiler() -> str:
+def _compiler_problem() -> str:
     try:
         compile_hash()
     except ConfigError as e:
@@ -128,13 +128,13 @@ def _no_compiler() -> str:
     return ""
 
 
-def is_ours(server_args: Any) -> bool:
+def is_cornplug_storage(server_args: Any) -> bool:
     """Return whether cornplug is the storage of this server's HiCache."""
     backend, extra = server_args.hicache_storage_backend, server_args.hicache_storage_backend_extra_config
-    return backend == "dynamic" and named_extra(extra) is not None
+    return backend == "dynamic" and cornplug_extra(extra) is not None
 
 
-def named_extra(text: str | None) -> dict[str, Any] | None:
+def cornplug_extra(text: str | None) -> dict[str, Any] | None:
     """Return the extra config of SGLang's "dynamic" storage if it names cornplug's storage, else None."""
     try:
         extra = json.loads(text or "{}")
@@ -145,26 +145,26 @@ def named_extra(text: str | None) -> dict[str, Any] | None:
     return extra if ours else None
 
 
-def _refuse_rivals(server_args: Any) -> None:
-    for field, plain, flag in RIVALS:
+def _check_conflicts(server_args: Any) -> None:
+    for field, plain, flag in CONFLICTING_FLAGS:
         if getattr(server_args, field) != plain:
-            _conflict(flag, "because cornplug needs SGLang's hierarchical cache", f"Remove {flag}")
+            _raise_conflict(flag, "because cornplug needs SGLang's hierarchical cache", f"Remove {flag}")
     backend = server_args.hicache_storage_backend
-    if backend is not None and not is_ours(server_args):
-        _conflict(
+    if backend is not None and not is_cornplug_storage(server_args):
+        _raise_conflict(
             f"--hicache-storage-backend {backend}",
             "because cornplug is a storage backend itself",
             "Remove one of the two flags",
         )
     if str(server_args.hicache_storage_backend_extra_config or "").startswith("@"):
-        _conflict(
+        _raise_conflict(
             "--hicache-storage-backend-extra-config @FILE",
             "because cornplug adds keys to it",
             "Pass it as a JSON object, or remove it",
         )
 
 
-def _given_extra(server_args: Any) -> dict[str, Any]:
+def _operator_extra(server_args: Any) -> dict[str, Any]:
     text = server_args.hicache_storage_backend_extra_config or "{}"
     flag = "--hicache-storage-backend-extra-config"
     try:
@@ -195,19 +195,21 @@ def compile_hash() -> None:
         ) from e
 
 
-def _check_page(page_size: int, page_tokens: int) -> None:
-    if not exclusions.fits(page_size, page_tokens):
-        _conflict(
+def _check_page_size(page_size: int, page_tokens: int) -> None:
+    if not exclusions.page_size_fits(page_size, page_tokens):
+        _raise_conflict(
             f"--page-size {page_size}",
             f"because cornplug shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
             f"Choose a multiple of {LINK_TOKENS} that divides {page_tokens} or is a multiple of it",
         )
 
 
-def _conflict(flag: str, why: str, remedy: str) -> None:
+def _raise_conflict(flag: str, why: str, remedy: str) -> None:
     raise ConfigError(
         flag, f"cannot be combined with --enable-cornplug, {why}", f"{remedy}, {_EMBEDDINGS_ONLY}."
     )
 
 
-HOOKS: tuple[Hook, ...] = (Hook("sglang.srt.arg_groups.hicache_hook.handle_hicache", "before", settle),)
+HOOKS: tuple[Hook, ...] = (
+    Hook("sglang.srt.arg_groups.hicache_hook.handle_hicache", "before", declare_settings),
+)

@@ -26,9 +26,9 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-_SETTLE_S: Final = 0.05
+_IDLE_DELAY_S: Final = 0.05
 """Seconds without a batch before the first copy, so that no copy begins in a short pause."""
-_VOTE_TURNS: Final = 8
+_TURNS_PER_VOTE: Final = 8
 """Number of idle turns between two votes of a group's ranks. SGLang synchronizes the ranks several times per
 turn, which takes 30 ms if there are more ranks than cores."""
 _NOT_YET: Final = -1
@@ -40,7 +40,7 @@ class IdleBackups:
     Args:
         free_tokens: returns the number of tokens that fit into the store without an eviction, 0 if nothing
             should be saved, or None if the store does not reply.
-        most_tokens: maximum total number of tokens of the remembered prompts. Usually the size of the device
+        max_tokens: maximum total number of tokens of the remembered prompts. Usually the size of the device
             pool.
         clock: returns the time in seconds.
     """
@@ -48,16 +48,16 @@ class IdleBackups:
     def __init__(
         self,
         free_tokens: Callable[[], int | None],
-        most_tokens: int,
+        max_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
+        self._free_tokens, self._max_tokens, self._clock = free_tokens, max_tokens, clock
         self._finished: deque[RadixKey] = deque()
         """Keys of finished requests, oldest first."""
         self._tokens = 0
         """Number of tokens in `_finished`."""
         self._idle_since: float | None = None
-        self._unanswered = False
+        self._store_failed = False
         """Whether the store has failed to reply during this idle period."""
         self._turns = 0
 
@@ -65,10 +65,10 @@ class IdleBackups:
         """Remember the key of a finished request whose pages are in SGLang's tree."""
         self._finished.append(key)
         self._tokens += len(key)
-        while self._tokens > self._most_tokens:
+        while self._tokens > self._max_tokens:
             self._tokens -= len(self._finished.popleft())
 
-    def turn(self, scheduler: Any) -> None:
+    def run_turn(self, scheduler: Any) -> None:
         """Begin a copy if it is due. Called in each idle turn of the scheduler's loop."""
         if not self._finished:
             return
@@ -77,24 +77,24 @@ class IdleBackups:
         if cache.tp_world_size > 1:
             # A server that sleeps between turns has one turn per second, so it votes in each turn. Eight
             # turns would take longer than most pauses.
-            if self._turns % _VOTE_TURNS and not scheduler.server_args.sleep_on_idle:
+            if self._turns % _TURNS_PER_VOTE and not scheduler.server_args.sleep_on_idle:
                 return
-            vote = torch.tensor([self._room(scheduler)], dtype=torch.int64)
+            vote = torch.tensor([self._copy_limit(scheduler)], dtype=torch.int64)
             cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
             room = int(vote.item())
         else:
-            room = self._room(scheduler)
+            room = self._copy_limit(scheduler)
         if room == 0:
             self._finished.clear()
             self._tokens = 0
         elif room > 0:
             self._back_up(cache, room)
 
-    def worked(self) -> None:
+    def record_batch(self) -> None:
         """Record that a batch has run, so the server was not idle."""
-        self._idle_since, self._unanswered = None, False
+        self._idle_since, self._store_failed = None, False
 
-    def _room(self, scheduler: Any) -> int:
+    def _copy_limit(self, scheduler: Any) -> int:
         """Return the maximum number of tokens to copy now.
 
         The result is `_NOT_YET` if the server has other work, became idle only recently, or if the store did
@@ -105,22 +105,23 @@ class IdleBackups:
         now = self._clock()
         if self._idle_since is None:
             self._idle_since = now
-        if self._unanswered or now - self._idle_since < _SETTLE_S:
+        if self._store_failed or now - self._idle_since < _IDLE_DELAY_S:
             return _NOT_YET
         free = self._free_tokens()
         # If the store does not reply, retry only in the next idle period, because the scheduler's thread
         # waits for each reply.
-        self._unanswered = free is None
+        self._store_failed = free is None
         return _NOT_YET if free is None else free
 
-    def _back_up(self, cache: Any, room: int) -> None:
-        """Let SGLang copy the newest prompt that is only on the device and has at most `room` tokens."""
+    def _back_up(self, cache: Any, max_tokens: int) -> None:
+        """Let SGLang copy the newest prompt that is only on the device and has at most `max_tokens`
+        tokens."""
         tree = cache.tree_core
         while self._finished:
             key = self._finished.pop()
             self._tokens -= len(key)
             _, node, path_tokens = tree.match_full_device_prefix(key)
-            if tree.is_root(node) or tree.is_backuped(node) or path_tokens > room:
+            if tree.is_root(node) or tree.is_backuped(node) or path_tokens > max_tokens:
                 continue
             # As at a node's second hit, SGLang also copies the node's ancestors if they have no copy.
             cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))

@@ -24,16 +24,16 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import Hook, arguments, logger
+from cornplug.sglang_hooks.compat import Hook, bind_arguments, logger
 from cornplug.sglang_hooks.kv import hicache_config
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv_pages.layout import agreed, quantised_format
+from cornplug.sglang_hooks.kv_pages.layout import all_ranks_agree, quantised_format
 
 _RESTART: Final = "Restart it with --enable-cornplug instead."
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
+def pool_exclusion(pool: Any, model: torch.nn.Module | None = None) -> str:
     """Return the reason why the KV in one of SGLang's device pools cannot be shared, or "" if it can.
 
     `model` is the model that writes to the pool. It is necessary if the KV has fp8 values.
@@ -43,14 +43,14 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
     from cornplug.sglang_hooks.kv.window_pool import window_pools
 
     if (pools := window_pools(pool)) is not None:
-        return unshareable(pools[0]) or unshareable(pools[1])
+        return pool_exclusion(pools[0]) or pool_exclusion(pools[1])
     # Subclasses have other contents, such as block scales, asymmetric heads, sparse slots or another order.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"KV pool {type(pool).__name__} has no pages"
     if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
         if pool.is_quantized_kv_cache:  # This is SGLang's CPU backend with AMX.
             return f"fp8 KV with scales of {type(pool.quant_method).__name__}"
-        return _scaled(model)
+        return _fp8_scale_exclusion(model)
     try:
         name = dtype_name(pool.dtype)
     except CodecError:
@@ -58,7 +58,7 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
     return "" if name in ITEM_BYTES else f"KV of dtype {name}: cornplug shares only {', '.join(ITEM_BYTES)}"
 
 
-def _scaled(model: torch.nn.Module | None) -> str:
+def _fp8_scale_exclusion(model: torch.nn.Module | None) -> str:
     """Return the reason why a model's fp8 KV is or may be scaled, or "" if every scale is 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -74,7 +74,7 @@ def _scaled(model: torch.nn.Module | None) -> str:
     return ""
 
 
-def _pools_made(_result: None, scheduler: Any) -> None:
+def _on_pools_created(_result: None, scheduler: Any) -> None:
     """Turn off HiCache if KV in the device pools cannot be shared.
 
     Called before SGLang allocates the host pools.
@@ -82,22 +82,24 @@ def _pools_made(_result: None, scheduler: Any) -> None:
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
-    if why := _unshareable(scheduler):
+    if why := _scheduler_exclusion(scheduler):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
-        _without_storage(scheduler)
-        if not _given(scheduler):
+        _disable_storage(scheduler)
+        if not _is_hicache_explicit(scheduler):
             from sglang.srt.runtime_context import get_context
 
             scheduler.enable_hierarchical_cache = False
             get_context().override("cornplug", enable_hierarchical_cache=False)
 
 
-def _unshareable(scheduler: Any) -> str:
+def _scheduler_exclusion(scheduler: Any) -> str:
     runner = scheduler.tp_worker.model_runner
-    return unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)) or _draft_seen(scheduler)
+    return pool_exclusion(runner.token_to_kv_pool, getattr(runner, "model", None)) or _announce_draft(
+        scheduler
+    )
 
 
-def _draft_seen(scheduler: Any) -> str:
+def _announce_draft(scheduler: Any) -> str:
     """Pass the draft model to this process's storage, if there is one.
 
     Returns the reason why the draft model's KV cannot be shared. Returns "" if it can be shared, or if there
@@ -107,29 +109,29 @@ def _draft_seen(scheduler: Any) -> str:
 
     drafts = scheduler.draft_worker
     runners = drafts._draft_model_runners() if drafts is not None else ()
-    draft_pages.announce(runners[0].model_config if runners else None)
+    draft_pages.set_draft_model(runners[0].model_config if runners else None)
     if len(runners) > 1:
         return f"{len(runners)} draft models"
     if runners and (mode := drafts.hicache_draft_plan.mode) != "sidecar":
         return f"KV of the draft model is not in a separate pool: SGLang keeps it as {mode.value}"
-    why = unshareable(runners[0].token_to_kv_pool) if runners else ""
+    why = pool_exclusion(runners[0].token_to_kv_pool) if runners else ""
     return f"draft model: {why}" if why else ""
 
 
-def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
+def _on_host_pools_created(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
     """Vote on the model's storage after its creation. All ranks call this at the same point."""
-    _vote(cache, with_draft=False)
+    _detach_unless_agreed(cache, with_draft=False)
 
 
-def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
+def _on_draft_pools_created(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
     """Vote on the storage after the creation of the draft model's host pool.
 
     All ranks call this at the same point.
     """
-    _vote(tree_cache, with_draft=True)
+    _detach_unless_agreed(tree_cache, with_draft=True)
 
 
-def _vote(cache: Any, *, with_draft: bool) -> None:
+def _detach_unless_agreed(cache: Any, *, with_draft: bool) -> None:
     """Detach the storage of all ranks if any rank cannot share."""
     controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
@@ -138,28 +140,28 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
     shares = storage.is_open and not (with_draft and storage.lacks_draft)
     if storage.is_open and not shares:
         logger.warning("cornplug: KV of this engine is not shared: its draft model's KV has no pages")
-    if agreed(cache, shares):
+    if all_ranks_agree(cache, shares):
         return
     if shares:
         logger.warning("cornplug: KV of this engine is not shared: another rank cannot share it")
     cache.detach_storage_backend()
     for scheduler in _schedulers:
-        _without_storage(scheduler)
-        if not _given(scheduler):
+        _disable_storage(scheduler)
+        if not _is_hicache_explicit(scheduler):
             logger.warning(
                 "cornplug: SGLang's HiCache stays on, because its pools are already allocated. Start with "
                 "CORNPLUG_ENGINE_SHARE_KV=false to run without it"
             )
 
 
-def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+def _wrap_attach(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """Wrap the function that attaches a storage at run time. Reject cornplug's storage if KV cannot be
     shared.
 
     All ranks of a pipeline stage call this at the same point, but different stages do not.
     """
-    call = arguments(original, args, kwargs)
-    cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
+    call = bind_arguments(original, args, kwargs)
+    cache, extra = call["self"], hicache_config.cornplug_extra(call["storage_backend_extra_config_json"])
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
@@ -169,7 +171,7 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
     if cache.pp_size > 1:
         return False, f"cornplug: pipeline stages cannot vote while the server handles requests. {_RESTART}"
-    if why := _unshareable(scheduler):
+    if why := _scheduler_exclusion(scheduler):
         return False, f"cornplug: KV of this engine is not shared: {why}"
     settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
     ok, said = original(**(call | {"storage_backend_extra_config_json": json.dumps(settled)}))
@@ -180,7 +182,7 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         why = storage.why_off or "the storage is not open"
     else:
         why = "the draft model's KV has no pages" if storage.lacks_draft else ""
-    if agreed(cache, not why):
+    if all_ranks_agree(cache, not why):
         return ok, said
     # Also detach after a failure in SGLang, because its controller may still hold a storage that the cache
     # ignores.
@@ -188,12 +190,12 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
 
 
-def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_clear(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Reject POST /hicache/storage-backend/clear for cornplug's storage.
 
     SGLang itself would reply with status 200, although the storage does not clear the store.
     """
-    scheduler = arguments(original, args, kwargs)["self"]
+    scheduler = bind_arguments(original, args, kwargs)["self"]
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     if not isinstance(getattr(controller, "storage_backend", None), CornplugStorage):
         return original(*args, **kwargs)
@@ -206,7 +208,7 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
     return ClearHiCacheReqOutput(success=False)
 
 
-def _without_storage(scheduler: Any) -> None:
+def _disable_storage(scheduler: Any) -> None:
     """Change SGLang's settings in the same way as SGLang does when a storage is detached at run time."""
     from sglang.srt.runtime_context import get_context
 
@@ -216,7 +218,7 @@ def _without_storage(scheduler: Any) -> None:
     )
 
 
-def _given(scheduler: Any) -> bool:
+def _is_hicache_explicit(scheduler: Any) -> bool:
     """Return whether the operator enabled HiCache explicitly.
 
     Settings that cornplug declares do not change the field that this function reads.
@@ -225,26 +227,28 @@ def _given(scheduler: Any) -> bool:
 
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.srt.managers.scheduler.Scheduler.init_model_worker", "after", _pools_made),
+    Hook("sglang.srt.managers.scheduler.Scheduler.init_model_worker", "after", _on_pools_created),
     Hook(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", "after", _host_pools_made
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache",
+        "after",
+        _on_host_pools_created,
     ),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
         "around",
-        _attaching,
+        _wrap_attach,
         ("self", "storage_backend", "storage_backend_extra_config_json"),
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped",
         "around",
-        _clearing,
+        _wrap_clear,
         ("self",),
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
         "after",
-        _draft_pools_made,
+        _on_draft_pools_created,
         ("tree_cache",),
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.sglang_hooks.compat import Hook, arguments
+from cornplug.sglang_hooks.compat import Hook, bind_arguments
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
@@ -20,7 +20,7 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
-_WANT_IDLE: Final = frozenset(
+_IDLE_ONLY_REQUESTS: Final = frozenset(
     {
         "AttachHiCacheStorageReqInput",
         "DetachHiCacheStorageReqInput",
@@ -29,11 +29,11 @@ _WANT_IDLE: Final = frozenset(
     }
 )
 """Requests that SGLang can handle only while it is idle. Otherwise it rejects the request or exits."""
-_END_ROUNDS, _ROUND_S = 1000, 0.002
+_MAX_CHECKS, _CHECK_INTERVAL_S = 1000, 0.002
 """Maximum number of checks, and seconds between two checks, whether a copy has ended before a flush."""
 
 
-def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Look up a request's pages on the scheduler's thread. Let SGLang prefetch only if the prefetch is
     worthwhile.
 
@@ -42,14 +42,14 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     store takes only 0.1 ms. Therefore a prefetch is queued only if the store has the first page that the
     engine lacks.
     """
-    call = arguments(original, args, kwargs)
+    call = bind_arguments(original, args, kwargs)
     cache = call["self"]
     storage = cache.cache_controller.storage_backend if cache.enable_storage else None
     if not isinstance(storage, CornplugStorage) or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
         return original(*args, **kwargs)  # SGLang does not prefetch fewer tokens.
-    ahead = storage.ahead(
+    ahead = storage.count_worth_fetching(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
         call["last_hash"],
@@ -64,44 +64,44 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
         fetches = bool(vote.item())
     if fetches:
-        storage.queued(call["request"], ahead)
+        storage.record_queued(call["request"], ahead)
         return original(*args, **kwargs)
     # Call SGLang as if there were no page to fetch, so that SGLang records the same state.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
-def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
+def _on_batch_result(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
     """Measure the duration of a batch whose result was just processed, and record that the server was
     busy."""
-    storage = _storage(scheduler.tree_cache)
+    storage = _storage_of(scheduler.tree_cache)
     if storage is None:
         return
-    if storage.idle is not None:
-        storage.idle.worked()
+    if storage.idle_backups is not None:
+        storage.idle_backups.record_batch()
     pace = storage.pace
     if pace is not None and batch.launch_ts is not None:
         tokens = sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else len(batch.reqs)
-        pace.stepped(tokens, batch.launch_ts)
+        pace.record_step(tokens, batch.launch_ts)
 
 
-def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_prefetch_progress(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap SGLang's check whether a request's prefetch has ended, to measure how long the request waited."""
     done = original(*args, **kwargs)
-    call = arguments(original, args, kwargs)
-    storage = _storage(call["self"])
-    if done and storage and storage.pace is not None and storage.pace.waits(call["request"]):
-        storage.pace.answered(call["request"])
+    call = bind_arguments(original, args, kwargs)
+    storage = _storage_of(call["self"])
+    if done and storage and storage.pace is not None and storage.pace.is_waiting(call["request"]):
+        storage.pace.record_prefetch_end(call["request"])
     return done
 
 
-def _remember(_result: None, *args: Any, **kwargs: Any) -> None:
+def _remember_finished(_result: None, *args: Any, **kwargs: Any) -> None:
     """Remember the key of a finished request whose pages were just added to the tree."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    call = arguments(UnifiedRadixCache.checkpoint_into_tree, args, kwargs)
+    call = bind_arguments(UnifiedRadixCache.checkpoint_into_tree, args, kwargs)
     cache, request = call["self"], call["req"]
-    idle = _idle_backups(cache)
+    idle = _idle_backups_of(cache)
     if idle is None or not request.finished():
         return
     if cache.buffer_pipeline is not None:
@@ -116,50 +116,50 @@ def _remember(_result: None, *args: Any, **kwargs: Any) -> None:
         idle.remember(key)
 
 
-def _idle_turn(scheduler: Any) -> None:
+def _on_idle_turn(scheduler: Any) -> None:
     """Run an idle turn before SGLang's housekeeping. The scheduler may sleep after the housekeeping."""
-    idle = _idle_backups(scheduler.tree_cache)
+    idle = _idle_backups_of(scheduler.tree_cache)
     if idle is not None:
-        idle.turn(scheduler)
+        idle.run_turn(scheduler)
 
 
-def _input_requests(scheduler: Any, recv_reqs: list[Any]) -> None:
+def _on_input_requests(scheduler: Any, recv_reqs: list[Any]) -> None:
     """Wait for the copy in progress before SGLang handles requests that need an idle server."""
-    if any(type(request).__name__ in _WANT_IDLE for request in recv_reqs):
-        _end_copies(scheduler)
+    if any(type(request).__name__ in _IDLE_ONLY_REQUESTS for request in recv_reqs):
+        _wait_for_copies(scheduler)
 
 
-def _end_copies(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+def _wait_for_copies(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Wait for the copy in progress before SGLang flushes its caches, because the flush fails during a
     copy."""
     cache = scheduler.tree_cache
-    if _idle_backups(cache) is None:
+    if _idle_backups_of(cache) is None:
         return
     # All ranks make the same number of checks, because they jointly determine which copies have ended.
-    for _ in range(_END_ROUNDS):
+    for _ in range(_MAX_CHECKS):
         copies = cache.ongoing_write_through or cache.ongoing_backup
         if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():
             return
         cache.check_hicache_events()
-        time.sleep(_ROUND_S)
+        time.sleep(_CHECK_INTERVAL_S)
 
 
-def _storage(cache: Any) -> CornplugStorage | None:
+def _storage_of(cache: Any) -> CornplugStorage | None:
     controller = getattr(cache, "cache_controller", None)
     storage = getattr(controller, "storage_backend", None)
     return storage if isinstance(storage, CornplugStorage) else None
 
 
-def _idle_backups(cache: Any) -> IdleBackups | None:
-    storage = _storage(cache)
-    return storage.idle if storage is not None else None
+def _idle_backups_of(cache: Any) -> IdleBackups | None:
+    storage = _storage_of(cache)
+    return storage.idle_backups if storage is not None else None
 
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_CACHE}.prefetch_from_storage",
         "around",
-        _prefetch,
+        _wrap_prefetch,
         (
             "self",
             "new_input_tokens",
@@ -170,18 +170,18 @@ HOOKS: tuple[Hook, ...] = (
             "storage_hit_end",
         ),
     ),
-    Hook("sglang.srt.managers.scheduler.Scheduler.process_batch_result", "after", _stepped),
+    Hook("sglang.srt.managers.scheduler.Scheduler.process_batch_result", "after", _on_batch_result),
     Hook(
         f"{_CACHE}.check_prefetch_progress",
         "around",
-        _progress,
+        _wrap_prefetch_progress,
         ("self", "request"),
     ),
 )
 
 IDLE_HOOKS: Final[tuple[Hook, ...]] = (
-    Hook(f"{_CACHE}.checkpoint_into_tree", "after", _remember, ("self", "req", "up_to")),
-    Hook(f"{_SCHEDULER}.on_idle", "before", _idle_turn),
-    Hook(f"{_SCHEDULER}.flush_cache", "before", _end_copies),
-    Hook(f"{_SCHEDULER}.process_input_requests", "before", _input_requests),
+    Hook(f"{_CACHE}.checkpoint_into_tree", "after", _remember_finished, ("self", "req", "up_to")),
+    Hook(f"{_SCHEDULER}.on_idle", "before", _on_idle_turn),
+    Hook(f"{_SCHEDULER}.flush_cache", "before", _wait_for_copies),
+    Hook(f"{_SCHEDULER}.process_input_requests", "before", _on_input_requests),
 )

@@ -4,32 +4,49 @@ A request can continue at token n if two kinds of pages are available: all full-
 the window pages that contain the window before n. SGLang queries both kinds together, fetches the window
 last, and discards a prefix without a window. SGLang keeps windows only at the ends of a prompt's prefill
 steps and of finished requests. Therefore most pages of a long prompt have no window page.
+
+`ExtraPools` is SGLang's storage interface except the operations for pages of the model's main pool: the
+operations for additional pools, and operations that are not supported.
 """
 
 from __future__ import annotations
 
+import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
 from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, count_as_miss
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, PageSize, RankSlice, WholePage
+from cornplug.kv_page import CombinedPageSize, PageGeometry, PageSize, RankSlice
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.kv_pages import draft_pages
+from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import (
     ModelKV,
-    RankPlace,
+    RankPosition,
     host_pages,
     page_geometry,
     rank_heads,
-    verify,
+    verify_layout,
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter, writer_part
 from cornplug.store.base import Tier
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +91,25 @@ def window_pools(pool: Any) -> tuple[Any, Any] | None:
 
 
 def layer_groups(
-    controller: Any, further: Mapping[str, Any], model: Any, place: RankPlace
+    controller: Any, extra_pools: Mapping[str, Any], model: Any, position: RankPosition
 ) -> LayerGroups | None:
     """Return the groups of a model's layers, or None if SGLang keeps all of them in one pool.
 
     Args:
         controller: SGLang's cache controller.
-        further: host pools other than the full-attention pool, by SGLang's names.
+        extra_pools: host pools other than the full-attention pool, by SGLang's names.
         model: SGLang's config of the complete model.
 
     Raises LayoutError if a pool cannot be shared.
     """
-    if not further:
+    if not extra_pools:
         return None
-    if len(place.layers_of_stages) > 1:
+    if len(position.layers_of_stages) > 1:
         raise LayoutError("sliding windows with pipeline parallelism are not tested", reason="attention_kind")
     pools = window_pools(controller.mem_pool_device)
-    if pools is None or set(further) != {"swa"}:
+    if pools is None or set(extra_pools) != {"swa"}:
         raise LayoutError(
-            f"the model has state other than KV of full attention: {', '.join(sorted(further))}",
+            f"the model has state other than KV of full attention: {', '.join(sorted(extra_pools))}",
             reason="attention_kind",
         )
     window = model.sliding_window_size
@@ -119,28 +136,28 @@ class WindowPool:
     Args:
         page: geometry of the windows' store pages.
         page_size: number of tokens in an SGLang page.
-        least: number of SGLang pages that a window needs.
+        min_pages: number of SGLang pages that a window needs.
     """
 
     def __init__(
-        self, page: PageGeometry, reader: PageReader, writer: PageWriter, page_size: int, least: int
+        self, page: PageGeometry, reader: PageReader, writer: PageWriter, page_size: int, min_pages: int
     ) -> None:
         self._page, self._reader, self._writer = page, reader, writer
-        self._page_size, self._least = page_size, least
+        self._page_size, self._min_pages = page_size, min_pages
 
-    def with_full(self, full: PageGeometry) -> PageSize:
+    def combined_page(self, full: PageGeometry) -> PageSize:
         """Return the size of a full-attention page plus a window page.
 
         This is the maximum number of bytes that the store needs for the tokens of one page.
         """
-        return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
+        return CombinedPageSize(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
     def close(self) -> None:
         """Close the store connection of the scheduler's thread, and stop the threads that copy pages."""
         self._reader.close()
         self._writer.close()
 
-    def hits(
+    def find_hits(
         self, full: PageReader, hashes: Sequence[str], transfers: Sequence[PoolTransfer], *, at_start: bool
     ) -> list[int]:
         """Return the numbers of leading pages after which a request can continue.
@@ -156,30 +173,32 @@ class WindowPool:
             at_start: whether the pages begin a sequence. If so, a sequence shorter than a window needs only
                 its own pages. Otherwise SGLang needs a complete window after the pages that it already has.
         """
-        if not _of_windows(transfers):
+        if not _is_window_transfer(transfers):
             return []
         window = max(1, len(transfers[0].keys or ()))
         tiers = self._reader.tiers(hashes)
-        ends = _ends(tiers, window, at_start)
+        ends = _hit_lengths(tiers, window, at_start)
         if ends and Tier.DISK in tiers:
             tail = slice(max(0, ends[-1] - window), ends[-1])
             if Tier.DISK in tiers[tail]:
                 tiers[tail] = self._reader.tiers(hashes[tail], recall=True)
-            ends = _ends([tier if tier == Tier.MEMORY else Tier.ABSENT for tier in tiers], window, at_start)
+            ends = _hit_lengths(
+                [tier if tier == Tier.MEMORY else Tier.ABSENT for tier in tiers], window, at_start
+            )
         asked = ends[-1] if ends else 0
-        most = full.present(hashes[:asked]) if asked else 0
+        most = full.count_present(hashes[:asked]) if asked else 0
         ends = [end for end in ends if end <= most]
-        # `present` has already counted the misses among the first `asked` full-attention pages.
+        # `count_present` has already counted the misses among the first `asked` full-attention pages.
         full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
         return ends
 
-    def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
+    def longest_stored(self, hashes: Sequence[str], *, at_start: bool) -> int:
         """Return the largest number of leading pages for which the store has the window at their end.
 
         Windows on disk count too. Reads no page, because this is called on the scheduler's thread. Raises
         CornplugError if the store fails.
         """
-        ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
+        ends = _hit_lengths(self._reader.tiers(hashes, on_scheduler=True), self._min_pages, at_start)
         return ends[-1] if ends else 0
 
     def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
@@ -187,18 +206,18 @@ class WindowPool:
 
         Returns a bool per page, by pool: whether the host page has verified KV now.
         """
-        if not _of_windows(transfers):
+        if not _is_window_transfer(transfers):
             return {}
-        keys, slots = self._pages(transfers[0])
+        keys, slots = self._keys_and_slots(transfers[0])
         done = self._reader.load(keys, slots)
         return {str(transfers[0].name): [True] * done + [False] * (len(transfers[0].keys or ()) - done)}
 
     def offer(self, transfers: Sequence[PoolTransfer]) -> None:
         """Offer the pages of a window to the store."""
-        if _of_windows(transfers):
-            self._writer.save(*self._pages(transfers[0]))
+        if _is_window_transfer(transfers):
+            self._writer.save(*self._keys_and_slots(transfers[0]))
 
-    def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
+    def _keys_and_slots(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
         """Return the hashes and the first slots of a transfer's pages.
 
         Both lists are empty if SGLang passes an unexpected number of slots.
@@ -209,11 +228,11 @@ class WindowPool:
         return keys, [int(slot) for slot in at[:: self._page_size].tolist()]
 
 
-def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
+def _is_window_transfer(transfers: Sequence[PoolTransfer]) -> bool:
     return [str(transfer.name) for transfer in transfers] == ["swa"]
 
 
-def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
+def _hit_lengths(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
     """Return each number of leading pages of which the last `window` pages are available.
 
     With `at_start`, fewer than `window` leading pages are sufficient if all of them are available.
@@ -227,7 +246,7 @@ def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
     return ends
 
 
-def open_windows(
+def open_window_pool(
     context: PoolContext,
     group: LayerGroup,
     host_pool: Any,
@@ -254,11 +273,151 @@ def open_windows(
     )
     size, number, name = rank
     held, writes = rank_heads(pages, page, size, number)
-    verify(pages, controller, group.device)
+    verify_layout(pages, controller, group.device)
     in_page = RankSlice(heads=held, layers=range(page.layers), writes=writes)
     mine = RankPool(RankPages(page, in_page, context.runtime.store), pages)
-    reader = PageReader(context, roots.of(page), mine, counts_tokens=False)
-    writer = PageWriter(context, reader, mine, part_of(page, size, number, name))
+    reader = PageReader(context, roots.for_page(page), mine, counts_tokens=False)
+    writer = PageWriter(context, reader, mine, writer_part(page, size, number, name))
     # Some models count a token's own position as part of the window, and some do not.
     least = max(1, -(-(group.window - 1) // index.page_size))
     return WindowPool(page, reader, writer, index.page_size, least)
+
+
+class BatchOnlyStorage(HiCacheStorage):
+    """Storage whose operations on single values do nothing, because pages are transferred only in batches."""
+
+    def exists(self, key: str) -> bool:
+        """Return whether the store has this page."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """Return None, because pages are loaded only with the `v1` and `v2` functions."""
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None] | int:
+        """Return None for each key, because pages are loaded only with the `v1` and `v2` functions."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Return False, because pages are saved only with the `v1` and `v2` functions."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Return False, because pages are saved only with the `v1` and `v2` functions."""
+        return False
+
+    def clear(self) -> bool:
+        """Return False, because other engines use the store too."""
+        logger.warning("cornplug: the store was not cleared, because other engines use it too")
+        return False
+
+
+class ExtraPools(BatchOnlyStorage):
+    """Storage for the model's main pool and one additional pool.
+
+    `batch_get_v1` and `batch_set_v1` copy pages of the main pool. The corresponding `v2` functions copy pages
+    of the additional pool (windows, or a draft model's KV).
+    """
+
+    def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
+        self._run, self._tally = runtime, tally
+        self._reader: PageReader | None = None
+        self._windows: WindowPool | None = None
+        self._draft_model = draft_pages.get_draft_model()
+        self._draft_pages: DraftPages | None = None
+
+    @property
+    def lacks_draft(self) -> bool:
+        """Whether this engine has a draft model whose pool SGLang has not registered."""
+        return self._draft_model is not None and self._draft_pages is None
+
+    @abstractmethod
+    def _may_share(self) -> bool: ...
+
+    @abstractmethod
+    def _may_save(self) -> bool: ...
+
+    @abstractmethod
+    def _catch_errors(self, what: str) -> AbstractContextManager[None]:
+        """Return a context manager that catches and counts an unexpected error in a "lookup", "load" or
+        "save".
+
+        Without it, the error would end one of SGLang's threads.
+        """
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return the number of leading pages for which the store has both the main pool's page and the
+        additional pool's page.
+
+        For windows, the store needs only the window at the end of the leading pages. The result is empty for
+        pools other than windows and a draft model's KV.
+        """
+        if not pool_transfers:
+            return PoolTransferResult(self.batch_exists(keys, extra_info), {})
+        if self._windows is not None:
+            at_start = extra_info is None or not extra_info.prefix_keys
+            return self._lookup_with_windows(self._windows, keys, pool_transfers, at_start=at_start)
+        if self._draft_pages is None or {transfer.name for transfer in pool_transfers} != {PoolName.DRAFT}:
+            return PoolTransferResult.empty()
+        found, whole = 0, self.batch_exists(keys, extra_info)
+        with self._catch_errors("lookup"):
+            found = self._draft_pages.count_present(keys[:whole])
+        return PoolTransferResult(found, {PoolName.DRAFT: found})
+
+    def _lookup_with_windows(
+        self, windows: WindowPool, keys: list[str], transfers: list[PoolTransfer], *, at_start: bool
+    ) -> PoolTransferResult:
+        ends = list[int]()
+        if self._reader is not None and self._may_share():
+            with self._catch_errors("lookup"), count_as_miss(self._tally, self._run.app, KV_PAGE):
+                ends = windows.find_hits(self._reader, keys, transfers, at_start=at_start)
+        if not ends:
+            return PoolTransferResult.empty()
+        return PoolTransferResult(ends[-1], {PoolName.KV: ends[-1], PoolName.SWA: ends[-1]}, ends)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Fill host pages of an additional pool from the store.
+
+        Returns a bool per page, by pool: whether the host page has verified KV now.
+        """
+        done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
+        if self._windows is not None and self._may_share():
+            began = time.monotonic()
+            with self._catch_errors("load"):
+                done |= self._windows.fetch(transfers)
+            self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, KV_PAGE)
+        if self._draft_pages is not None and self._may_share():
+            with self._catch_errors("load"):
+                done |= self._draft_pages.fetch(transfers)
+        return done
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Offer pages of an additional pool to the store.
+
+        For windows, always returns True for each page, for the same reason as `batch_set_v1`.
+        """
+        kept = self._windows is not None
+        if self._windows is not None and self._may_save():
+            with self._catch_errors("save"):
+                self._windows.offer(transfers)
+        if self._draft_pages is not None and self._may_save():
+            with self._catch_errors("save"):
+                return self._draft_pages.offer(transfers)
+        return {str(transfer.name): [kept] * len(transfer.keys or ()) for transfer in transfers}

@@ -20,16 +20,22 @@ from typing import Any, Final
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import KV_PAGE, miss
+from cornplug.engine_common.runtime import KV_PAGE, count_as_miss
 from cornplug.errors import LayoutError
 from cornplug.kv_page import RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv_pages.layout import ModelKV, host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv_pages.layout import (
+    ModelKV,
+    host_pages,
+    page_geometry,
+    rank_heads,
+    verify_layout,
+)
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
+from cornplug.sglang_hooks.kv_pages.page_copies import copy_thread_count
 from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
-from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter, writer_part
 
 _ENGINE: Final = "sglang draft"
 """Engine name in the geometry of draft pages. A draft model receives each token one position early. Its pages
@@ -38,8 +44,8 @@ therefore differ from the pages of the same model on a server without speculativ
 _model: Any = None
 
 
-def announce(model: Any) -> None:
-    """Set the draft model of this process's engine. The storage reads it with `announced`.
+def set_draft_model(model: Any) -> None:
+    """Set the draft model of this process's engine. The storage reads it with `get_draft_model`.
 
     `model` is SGLang's ModelConfig of the draft model, or None if no draft model has KV.
     """
@@ -47,8 +53,8 @@ def announce(model: Any) -> None:
     _model = model
 
 
-def announced() -> Any:
-    """Return SGLang's ModelConfig of this engine's draft model, or None (see `announce`)."""
+def get_draft_model() -> Any:
+    """Return SGLang's ModelConfig of this engine's draft model, or None (see `set_draft_model`)."""
     return _model
 
 
@@ -80,8 +86,8 @@ class DraftPages:
         )
         page = dataclasses.replace(plain, engine=_ENGINE)
         heads, writes = rank_heads(pages, page, *tp)
-        verify(pages, controller, pool.device_pool)
-        group = activation.group() if tp[0] > 1 else b""
+        verify_layout(pages, controller, pool.device_pool)
+        group = activation.rank_group_id() if tp[0] > 1 else b""
         if tp[0] > 1 and not group:
             raise LayoutError("the tensor-parallel ranks have no common group name", reason="tp_group_broken")
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
@@ -89,26 +95,26 @@ class DraftPages:
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
         # The threads that copy the model's pages are idle in the meantime, because SGLang does not copy pages
         # and draft pages at the same time.
-        threads = copy_threads(pool.device_pool.device, tp[0])
+        threads = copy_thread_count(pool.device_pool.device, tp[0])
         mine = RankPool(RankPages(page, held, runtime.store), pages, threads)
         uncounted = dataclasses.replace(context, tally=Tally())
         self._reader = PageReader(uncounted, roots, mine)
-        self._writer = PageWriter(uncounted, self._reader, mine, part_of(page, *tp, group))
+        self._writer = PageWriter(uncounted, self._reader, mine, writer_part(page, *tp, group))
         self._run, self._index, self._tally = runtime, index, context.tally
 
-    def present(self, hashes: Sequence[str]) -> int:
+    def count_present(self, hashes: Sequence[str]) -> int:
         """Return the number of leading pages for which the store has the draft page.
 
         Does not raise an exception if the store fails.
         """
         found = 0
-        with miss(self._tally, self._run.app, KV_PAGE):
-            found = self._reader.present(hashes)
+        with count_as_miss(self._tally, self._run.app, KV_PAGE):
+            found = self._reader.count_present(hashes)
             if lacking := (len(hashes) - found) * self._index.page_size // self._index.page_tokens:
-                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "absent", by=lacking)
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "absent", amount=lacking)
         return found
 
-    def get(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Fill the draft model's host pages from the store.
 
         Returns a bool per key, by pool: whether the host page has verified KV now.
@@ -117,11 +123,11 @@ class DraftPages:
         for transfer in transfers:
             keys, done = transfer.keys or [], 0
             if transfer.name == PoolName.DRAFT:
-                done = self._reader.load(keys, self._slots(transfer))
+                done = self._reader.load(keys, self._first_slots(transfer))
             found[str(transfer.name)] = [True] * done + [False] * (len(keys) - done)
         return found
 
-    def set(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    def offer(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Offer the draft model's pages to the store.
 
         Returns True for each key of the draft model's pool, and False for the keys of other pools.
@@ -130,11 +136,11 @@ class DraftPages:
         for transfer in transfers:
             keys, is_draft = transfer.keys or [], transfer.name == PoolName.DRAFT
             if is_draft:
-                self._writer.save(keys, self._slots(transfer))
+                self._writer.save(keys, self._first_slots(transfer))
             found[str(transfer.name)] = [is_draft] * len(keys)
         return found
 
-    def _slots(self, transfer: PoolTransfer) -> list[int]:
+    def _first_slots(self, transfer: PoolTransfer) -> list[int]:
         return [int(slot) for slot in transfer.host_indices[:: self._page_size].tolist()]
 
     def close(self) -> None:

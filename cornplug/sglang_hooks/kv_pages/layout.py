@@ -1,10 +1,10 @@
 """Views of SGLang's host pools as pages of [kv_head][layer][K,V][token][dim], in every host layout.
 
 A page is a strided view, so a single copy transfers it. Shapes alone do not prove that a view is correct.
-Therefore `verify` writes a pattern into the device pool with SGLang's own code, lets SGLang back up the
-pattern, and compares the backup with the view.
+Therefore `verify_layout` writes a pattern into the device pool with SGLang's own code, lets SGLang back up
+the pattern, and compares the backup with the view.
 
-A rank (`RankPlace`) holds a part of each page:
+A rank (`RankPosition`) holds a part of each page:
 
     tensor parallelism      a rank holds some heads of all layers      all ranks write a page together
     pipeline parallelism    a stage holds some layers of all heads     all stages write a page together
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common.model_identity import engine_of_latents
+from cornplug.engine_common.model_identity import only_engine_of_latents
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, layer_runs, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, count_layer_runs, tensor_parallel_heads
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 """dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format, which
 represents other values, is not included."""
-_MHA: Final = {
+_MHA_DIMENSIONS: Final = {
     # Indices of (plane, head, layer, token) among a page's dimensions. dim is the last dimension.
     "layer_first": (0, 3, 1, 2),
     "page_first": (0, 3, 2, 1),
     "page_first_direct": (0, 3, 1, 2),
     "page_head": (0, 1, 3, 2),
 }
-_MLA: Final = ("layer_first", "page_first", "page_first_direct")
+_MLA_LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
 _verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
-"""Device pool and I/O backend with which `verify` accepted a host pool, by host pool."""
+"""Device pool and I/O backend with which `verify_layout` accepted a host pool, by host pool."""
 
 
-class RankPlace(NamedTuple):
+class RankPosition(NamedTuple):
     """Position of one rank in tensor and pipeline parallelism."""
 
     tp_rank: int
@@ -67,14 +67,16 @@ class RankPlace(NamedTuple):
         return [layers.start for layers in self.layers_of_stages]
 
 
-def rank_place(config: HiCacheStorageConfig, layers: int) -> RankPlace:
+def rank_position(config: HiCacheStorageConfig, layers: int) -> RankPosition:
     """Return the position of this process's rank in a model with `layers` layers, from the storage's config.
 
     Raises LayoutError("parallelism") if KV of this rank cannot be shared.
     """
-    if why := _excluded(config):
+    if why := _parallelism_exclusion(config):
         raise LayoutError(why, reason="parallelism")
-    return RankPlace(config.tp_rank, config.tp_size, config.pp_rank, layers_of_stages(layers, config.pp_size))
+    return RankPosition(
+        config.tp_rank, config.tp_size, config.pp_rank, layers_of_stages(layers, config.pp_size)
+    )
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
@@ -84,27 +86,27 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
     return tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages))
 
 
-def require_stage(place: RankPlace, device_pool: Any) -> None:
+def check_first_layer(position: RankPosition, device_pool: Any) -> None:
     """Raise LayoutError("layout") unless SGLang's device pool begins with the stage's first layer.
 
     `layout.page_geometry` checks the number of layers.
     """
-    if device_pool.start_layer != place.layers.start:
+    if device_pool.start_layer != position.layers.start:
         raise LayoutError(
-            f"the KV pool of stage {place.stage} begins with layer {device_pool.start_layer}, expected "
-            f"{place.layers.start}",
+            f"the KV pool of stage {position.stage} begins with layer {device_pool.start_layer}, expected "
+            f"{position.layers.start}",
             reason="layout",
         )
 
 
-def agreed(cache: Any, mine: bool) -> bool:
-    """Return whether `mine` is True on all ranks that compute this rank's requests, in all stages.
+def all_ranks_agree(cache: Any, local_vote: bool) -> bool:
+    """Return whether `local_vote` is True on all ranks that compute this rank's requests, in all stages.
 
     Call this only at startup, when all ranks call it. While SGLang handles requests, its pipeline stages do
     not run in lockstep, and SGLang passes the first stage's decisions to later stages
     (`UnifiedRadixCache._all_reduce`).
     """
-    vote = torch.tensor([mine], dtype=torch.int32)
+    vote = torch.tensor([local_vote], dtype=torch.int32)
     smallest = torch.distributed.ReduceOp.MIN
     cache._all_reduce_attn_groups(vote, smallest)
     if cache.pp_size > 1:
@@ -112,7 +114,7 @@ def agreed(cache: Any, mine: bool) -> bool:
     return bool(vote.item())
 
 
-def _excluded(config: HiCacheStorageConfig) -> str:
+def _parallelism_exclusion(config: HiCacheStorageConfig) -> str:
     """Return the kind of parallelism that excludes sharing, or "" if there is none."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
@@ -163,7 +165,7 @@ class HostPages:
                 found = buffer[:, slot : slot + size]
             case _:
                 found = buffer[:, slot // size]
-        plane, head, layer, token = _MHA[layout]
+        plane, head, layer, token = _MHA_DIMENSIONS[layout]
         return found.permute(head, layer, plane, token, 4)
 
 
@@ -194,7 +196,7 @@ def host_pages(pool: Any) -> HostPages:
     if kind is not MHATokenToKVPoolHost and kind is not MLATokenToKVPoolHost:
         raise LayoutError(f"host pool {kind.__name__} has no pages", reason="attention_kind")
     latent = kind is MLATokenToKVPoolHost
-    if pool.layout not in (_MLA if latent else _MHA):
+    if pool.layout not in (_MLA_LAYOUTS if latent else _MHA_DIMENSIONS):
         raise LayoutError(f"{kind.__name__} with layout {pool.layout!r} has no pages", reason="layout")
     if not isinstance(pool.kv_buffer, torch.Tensor) or pool.kv_buffer.device.type != "cpu":
         raise LayoutError("the host pool is not a single tensor in host memory", reason="layout")
@@ -219,7 +221,7 @@ def page_geometry(
     page_tokens: int,
     quantised: str = "",
     attention: str = "",
-    place: RankPlace | None = None,
+    position: RankPosition | None = None,
 ) -> PageGeometry:
     """Return the model's page geometry. Raises LayoutError if the pool's KV cannot be shared.
 
@@ -227,7 +229,7 @@ def page_geometry(
         quantised: `quantised_format` of the device pool.
         attention: names of SGLang's attention backends. With quantised KV, each backend rounds queries
             differently, which affects the KV of all later layers.
-        place: position of this rank, or None for a rank that holds all layers.
+        position: position of this rank, or None for a rank that holds all layers.
     """
     pool = pages.pool
     if quantised and (pages.latent or pool.dtype != torch.uint8):
@@ -235,7 +237,7 @@ def page_geometry(
             f"KV of dtype {quantised} in a host pool of dtype {dtype_name(pool.dtype)}", reason="kv_dtype"
         )
     heads, layers, config = model
-    held = layers if place is None else len(place.layers)
+    held = layers if position is None else len(position.layers)
     if pool.layer_num != held:
         raise LayoutError(
             f"the host pool has {pool.layer_num} of {held} layers: the model has shared, windowed or state "
@@ -249,15 +251,15 @@ def page_geometry(
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
-        layer_runs=1 if place is None else layer_runs(layers, place.first_layers),
-        engine=_only_engine(pages, config, attention if quantised else ""),
+        layer_runs=1 if position is None else count_layer_runs(layers, position.first_layers),
+        engine=_engine_name(pages, config, attention if quantised else ""),
         quantised=quantised,
     )
 
 
-def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) -> str:
+def _engine_name(pages: HostPages, config: Mapping[str, Any], attention: str) -> str:
     if pages.latent:
-        return engine_of_latents("sglang", config)
+        return only_engine_of_latents("sglang", config)
     if attention:
         # No test has compared SGLang's fp8 KV with vLLM's fp8 KV.
         return f"sglang {attention}"
@@ -291,7 +293,7 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
     return heads, writes
 
 
-def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
+def verify_layout(pages: HostPages, controller: Any, device: Any = None) -> None:
     """Verify that SGLang backs up values of the device pool to `pages`, and loads them back from `pages`.
 
     `device` is the device pool of `pages`. It is required if the controller has several device pools. The
@@ -324,16 +326,16 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
         _back_up(host, device, to_host, controller.io_backend)
         padded = here.clone()
         pattern = _pattern(here, seed=1)
-        _cache_write(device, padding, pattern, latent=pages.latent)
+        _write_device(device, padding, pattern, latent=pages.latent)
         _back_up(host, device, to_host, controller.io_backend)
-        _expect(here, pattern, "does not back up")
+        _check_equal(here, pattern, "does not back up")
 
         pattern = _pattern(here, seed=2)
         here.copy_(pattern)
         _load(host, device, at, controller.io_backend)
         here.zero_()
         _back_up(host, device, to_host, controller.io_backend)
-        _expect(here, pattern, "does not load")
+        _check_equal(here, pattern, "does not load")
 
         here.copy_(padded)
         _load(host, device, at, controller.io_backend)
@@ -351,7 +353,7 @@ def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
-def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
+def _write_device(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
     """Write a pattern into the device pool with the same call as the engine's attention.
 
     The pattern's shape is (heads, layers, planes, tokens, dim).
@@ -377,21 +379,21 @@ def _latent_widths(device: Any) -> list[int]:
 
 def _back_up(host: Any, device: Any, at: tuple[torch.Tensor, torch.Tensor], io_backend: str) -> None:
     host.backup_from_device_all_layer(device, *at, io_backend)
-    _finish(device)
+    _synchronize(device)
 
 
 def _load(host: Any, device: Any, at: tuple[torch.Tensor, torch.Tensor], io_backend: str) -> None:
     for layer in range(host.layer_num):
         host.load_to_device_per_layer(device, *at, layer, io_backend)
-    _finish(device)
+    _synchronize(device)
 
 
-def _finish(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     if torch.device(device.device).type == "cuda":
         torch.cuda.synchronize()
 
 
-def _expect(found: torch.Tensor, pattern: torch.Tensor, what: str) -> None:
+def _check_equal(found: torch.Tensor, pattern: torch.Tensor, what: str) -> None:
     if not torch.equal(found, pattern):
         raise LayoutError(
             f"SGLang {what} KV in the layout that this release of cornplug expects", reason="layout"

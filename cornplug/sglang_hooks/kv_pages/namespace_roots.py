@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.lora_digests import BackgroundLoraDigests
 from cornplug.engine_common.model_identity import page_root
 from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import CheckpointError
@@ -26,22 +26,22 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger, salt_of
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
-_files: Final = LaterAdapters()
+_files: Final = BackgroundLoraDigests()
 _paths: dict[str, str | None] = {}
 """Folder from which this process loaded an adapter, or None if it was loaded from tensors, by LoRA id."""
 _managers: dict[str, Any] = {}
 """SGLang's LoRAManager that has loaded an adapter, by LoRA id."""
-_left_out: dict[str, bytes] = {}
+_skipped_weights: dict[str, bytes] = {}
 """Digest of the names of an adapter's weights that this server does not apply, by LoRA id. b"" if it applies
 all weights."""
-_disputed: set[str] = set()
+_ambiguous_ids: set[str] = set()
 """LoRA ids that a request without LoRA had in its extra_key. SGLang's own cache does not separate such a
 request's KV from the adapter's KV."""
 _MANAGER: Final = "sglang.srt.lora.lora_manager.LoRAManager"
 _MAX_ROOTS: Final = 4096
 
 
-def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
+def split_extra_key(extra_key: str | None) -> tuple[str | None, bytes | None]:
     """Split SGLang's `extra_key` of a request with a LoRA adapter.
 
     Returns (the user's own extra_key, digest of the adapter's applied weights). The digest is None without an
@@ -57,24 +57,24 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     if not found:
         return extra_key, None
     name = found[0]
-    if len(found) > 1 or not extra_key.endswith(name) or name in _disputed:
+    if len(found) > 1 or not extra_key.endswith(name) or name in _ambiguous_ids:
         raise CheckpointError("cannot parse the adapter in the request's namespace", reason="lora")
     path = _paths[name]
     if path is None:
         raise CheckpointError("the adapter was loaded from tensors and has no files", reason="lora")
     whole = _files.digest(path, name)
-    left_out = _not_applied(name)
+    left_out = _skipped_weights_digest(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
     # When SGLang appends the id, it treats an absent extra_key as "".
     return extra_key.removesuffix(name) or None, applied
 
 
-def _not_applied(name: str) -> bytes:
+def _skipped_weights_digest(name: str) -> bytes:
     """Return the digest of the names of an adapter's weights that SGLang does not apply.
 
     Returns b"" if SGLang applies all weights.
     """
-    if name not in _left_out:
+    if name not in _skipped_weights:
         manager = _managers.get(name)
         adapter = manager.loras.get(name) if manager is not None else None
         if manager is None or adapter is None:
@@ -85,40 +85,40 @@ def _not_applied(name: str) -> bytes:
         weights.update(adapter.embedding_layers)
         # SGLang's memory pool has the same rule: a weight is applied if its name contains a target's name.
         skipped = sorted(w for w in weights if not any(target in w for target in manager.target_modules))
-        _left_out[name] = (
+        _skipped_weights[name] = (
             digest("cornplug-adapter-skipped-v1", json.dumps(skipped).encode()) if skipped else b""
         )
-    return _left_out[name]
+    return _skipped_weights[name]
 
 
-def _adapter_loads(manager: Any, lora_ref: Any) -> None:
+def _before_adapter_load(manager: Any, lora_ref: Any) -> None:
     """Compute the digest of an adapter's current files before SGLang loads the adapter from its folder."""
     if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager
     _paths[lora_ref.lora_id] = lora_ref.lora_path
     try:
-        _files.read(lora_ref.lora_path, lora_ref.lora_id)
+        _files.read_digest(lora_ref.lora_path, lora_ref.lora_id)
     except CheckpointError as e:
         logger.warning(
             "cornplug: KV of requests with LoRA adapter %s is not shared: %s", lora_ref.lora_name, e
         )
 
 
-def _adapter_comes_as_tensors(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
+def _before_tensor_load(manager: Any, lora_ref: Any, *args: Any, **kwargs: Any) -> None:
     if activation.is_on():
         _paths[lora_ref.lora_id] = None
 
 
-def _request_made(result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def _on_request_created(result: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     if _paths and request.lora_id is None and request.extra_key is not None:
-        _disputed.update(name for name in _paths if name in request.extra_key)
+        _ambiguous_ids.update(name for name in _paths if name in request.extra_key)
 
 
 HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_MANAGER}._load_lora_adapter", "before", _adapter_loads),
-    Hook(f"{_MANAGER}._load_lora_adapter_from_tensors", "before", _adapter_comes_as_tensors),
-    Hook("sglang.srt.managers.schedule_batch.Req.__init__", "after", _request_made),
+    Hook(f"{_MANAGER}._load_lora_adapter", "before", _before_adapter_load),
+    Hook(f"{_MANAGER}._load_lora_adapter_from_tensors", "before", _before_tensor_load),
+    Hook("sglang.srt.managers.schedule_batch.Req.__init__", "after", _on_request_created),
 )
 
 
@@ -136,9 +136,9 @@ class NamespaceRoots:
         self._secret, self._page = secret, page
         self._identity = CurrentIdentity(identify, "KV", logger.warning)
         self._known: dict[tuple[int, str | None, bytes | None], bytes] = {}
-        self._identity.now()[1].first_wait()
+        self._identity.current()[1].wait_initially()
 
-    def of(self, page: PageGeometry) -> NamespaceRoots:
+    def for_page(self, page: PageGeometry) -> NamespaceRoots:
         """Return the roots for another page geometry of the same model."""
         other = copy.copy(self)
         other._page, other._known = page, {}
@@ -149,7 +149,7 @@ class NamespaceRoots:
 
         Returns False if the timeout expires first.
         """
-        return self._identity.now()[1].wait(timeout_s)
+        return self._identity.current()[1].wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
         """Return the root of a namespace's page keys (32 bytes).
@@ -159,9 +159,9 @@ class NamespaceRoots:
         checkpoint.
         """
         # Wait as at startup. Otherwise the first batch after a weight update would always miss.
-        self._identity.now()[1].first_wait()
+        self._identity.current()[1].wait_initially()
         epoch, identity = self._identity.get()
-        extra_key, adapter = taken_apart(space.extra_key)
+        extra_key, adapter = split_extra_key(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
         root = self._known.get((epoch, salt, adapter))
         if root is None:
@@ -172,7 +172,7 @@ class NamespaceRoots:
         return root
 
 
-class RootsOfCall:
+class CallRoots:
     """Cache of roots for a single call, because hundreds of pages share a namespace."""
 
     def __init__(self, roots: NamespaceRoots) -> None:

@@ -37,28 +37,28 @@ head and layer."""
 _TILE_BYTES: Final = 1 << 20
 """Number of bytes to copy at a time, about the cache size of a server's core. A tile is larger if a single
 head's part of a page, over all layers of this rank, is larger."""
-_MOST_THREADS: Final = 4
-_CORES_A_THREAD: Final = 4
+_MAX_THREADS: Final = 4
+_CORES_PER_THREAD: Final = 4
 """A rank has one copying thread per this number of cores. SGLang's own processes need the other cores."""
 
 
-def copy_threads(device: torch.device | str, ranks: int) -> int:
+def copy_thread_count(device: torch.device | str, ranks: int) -> int:
     """Return the number of threads that copy one rank's pages in one direction.
 
-    The result is 1 if the model runs on the CPU. Otherwise it is at most `_MOST_THREADS`, depending on the
+    The result is 1 if the model runs on the CPU. Otherwise it is at most `_MAX_THREADS`, depending on the
     number of cores that the host's `ranks` ranks share.
     """
     if torch.device(device).type == "cpu":
         return 1
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // (_CORES_A_THREAD * ranks)))
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // (_CORES_PER_THREAD * ranks)))
 
 
-class PagePart(NamedTuple):
+class PageSlice(NamedTuple):
     """Tokens of a store page, and their memory in the host pool."""
 
-    inside: slice
+    store_slice: slice
     """Range of tokens in the store page."""
-    there: Rows
+    host_rows: Rows
     """Memory of these tokens in the host pool, with the heads and layers of this rank."""
 
 
@@ -105,15 +105,15 @@ class PageCopies:
         threads: number of threads that copy the pages of one call in parallel, including the caller's thread.
     """
 
-    def __init__(self, mine: RankPages, host: HostPages, *, threads: int = 1) -> None:
-        self._mine = mine
-        self._page, self._held = mine.page, mine.held
-        self._layer_bytes = mine.page.layer_bytes
-        _, layers, *self._planes, _ = mine.shape
+    def __init__(self, rank_pages: RankPages, host: HostPages, *, threads: int = 1) -> None:
+        self._rank_pages = rank_pages
+        self._page, self._held = rank_pages.page, rank_pages.rank_slice
+        self._layer_bytes = rank_pages.page.layer_bytes
+        _, layers, *self._planes, _ = rank_pages.shape
         self._row = np.dtype((np.void, self._layer_bytes // math.prod(self._planes)))
         self._host_size = host.page_size
         self._host, self._pages = host, self._all_pages(host)
-        most = min(mine.size_bytes, max(_TILE_BYTES, layers * self._layer_bytes))
+        most = min(rank_pages.size_bytes, max(_TILE_BYTES, layers * self._layer_bytes))
         self._scratch = [_Scratch(most) for _ in range(threads)]
         self._helpers = ThreadPoolExecutor(max(1, threads - 1), "cornplug-kv")
 
@@ -124,13 +124,13 @@ class PageCopies:
 
     # -- pages in the host pool ---------------------------------------------------------------
 
-    def at(self, slot: int) -> Rows:
+    def host_page(self, slot: int) -> Rows:
         """Return the host page that begins at a slot."""
         page, rest = divmod(slot, self._host_size)
         # SGLang usually allocates complete pages. These pages are items of one view of the pool.
-        return self.rows(self._host.page(slot)) if rest else self._pages[page]
+        return self.as_rows(self._host.page(slot)) if rest else self._pages[page]
 
-    def rows(self, part: torch.Tensor) -> Rows:
+    def as_rows(self, part: torch.Tensor) -> Rows:
         """Return a view of host memory of shape (heads, layers, planes, tokens, dim)."""
         found: Rows = part.view(torch.uint8).numpy().view(self._row)[..., 0]
         return found
@@ -140,18 +140,18 @@ class PageCopies:
         size, first = host.page_size, host.page(0)
         count = int(host.pool.size) // size
         step = host.page(size).data_ptr() - first.data_ptr() if count > 1 else 0
-        one = self.rows(first)
+        one = self.as_rows(first)
         return as_strided(one, (count, *one.shape), (step, *one.strides))
 
     # -- copies -------------------------------------------------------------------------------
 
     def write(
-        self, pages: Sequence[tuple[Sequence[PagePart], PayloadLocation]], stops: Callable[[], bool]
+        self, pages: Sequence[tuple[Sequence[PageSlice], PayloadLocation]], should_stop: Callable[[], bool]
     ) -> list[dict[int, int] | None]:
         """Copy pages into reserved memory of the store, in order.
 
         Returns, for each page, the checksums of this rank's segments by index. A page's item is {} if the
-        page could not be written, and None if `stops` returned True before it was copied.
+        page could not be written, and None if `should_stop` returned True before it was copied.
         """
         found: list[dict[int, int] | None] = [None] * len(pages)
 
@@ -161,13 +161,13 @@ class PageCopies:
             except CornplugError:
                 found[number] = {}
 
-        self._each(len(pages), one, stops)
+        self._run_parallel(len(pages), one, should_stop)
         return found
 
     def read(
-        self, pages: Sequence[tuple[Lease, Sequence[PagePart]]], stops: Callable[[], bool]
+        self, pages: Sequence[tuple[Lease, Sequence[PageSlice]]], should_stop: Callable[[], bool]
     ) -> tuple[int, CornplugError | None]:
-        """Copy leased pages into the host pool, in order, until `stops` returns True.
+        """Copy leased pages into the host pool, in order, until `should_stop` returns True.
 
         Returns (number of leading pages that are complete and verified, error of the next page or None). Each
         head is verified before it is copied. The memory of the next page and of later pages may contain some
@@ -184,20 +184,22 @@ class PageCopies:
             except CornplugError as e:
                 found[number], failed = e, True
 
-        self._each(len(pages), one, lambda: failed or stops())
+        self._run_parallel(len(pages), one, lambda: failed or should_stop())
         whole = next((i for i, result in enumerate(found) if result is not True), len(found))
         error = found[whole] if whole < len(found) else None
         return whole, error if isinstance(error, CornplugError) else None
 
-    def _each(self, count: int, work: Callable[[int, _Scratch], None], stops: Callable[[], bool]) -> None:
+    def _run_parallel(
+        self, count: int, work: Callable[[int, _Scratch], None], should_stop: Callable[[], bool]
+    ) -> None:
         """Call `work` with each number below `count`, in order, on all threads in parallel, until
-        `stops()`."""
+        `should_stop()`."""
         numbers = iter(range(count))
 
         def some(scratch: _Scratch) -> None:
             # A thread always finishes the number that it took. Therefore all pages before a failed page are
             # complete.
-            while not stops() and (number := next(numbers, None)) is not None:
+            while not should_stop() and (number := next(numbers, None)) is not None:
                 work(number, scratch)
 
         helpers = [self._helpers.submit(some, scratch) for scratch in self._scratch[1:count]]
@@ -209,10 +211,10 @@ class PageCopies:
             helper.result()
 
     def _write(
-        self, parts: Sequence[PagePart], location: PayloadLocation, scratch: _Scratch
+        self, parts: Sequence[PageSlice], location: PayloadLocation, scratch: _Scratch
     ) -> dict[int, int]:
         """Copy one page, and return its checksums by segment. Raises StoreUnavailable."""
-        room = self._of_rank(self._mine.store.view(location, writable=True))
+        room = self._rank_slice(self._rank_pages.store.view(location, writable=True))
         digest = xxhash.xxh3_64_intdigest
         sums: dict[int, int] = {}
         for heads, layers, numbers, tile in self._blocks(scratch, self._page.layer_runs):
@@ -223,14 +225,14 @@ class PageCopies:
             room[heads, layers] = tile.layers
         return sums
 
-    def _read(self, lease: Lease, parts: Sequence[PagePart], scratch: _Scratch) -> None:
+    def _read(self, lease: Lease, parts: Sequence[PageSlice], scratch: _Scratch) -> None:
         """Copy and verify one page. Raises CodecError, StoreUnavailable."""
         checksums = read_page_header(lease, self._page).checksums
         runs = len(checksums) // self._page.heads
-        if not self._mine.has_whole(runs):
+        if not self._rank_pages.has_complete_runs(runs):
             self._read_staged(lease.location, checksums, parts)
             return
-        payload = self._of_rank(self._mine.store.view(lease.location))
+        payload = self._rank_slice(self._rank_pages.store.view(lease.location))
         digest = xxhash.xxh3_64_intdigest
         for heads, layers, numbers, tile in self._blocks(scratch, runs):
             tile.layers[:] = payload[heads, layers]
@@ -241,16 +243,16 @@ class PageCopies:
                 there[heads, layers] = tile.rows[:, :, :, inside]
 
     def _read_staged(
-        self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
+        self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PageSlice]
     ) -> None:
         """Copy and verify one page whose segments have more layers than this rank has."""
-        memory = self._mine.memory()
-        self._mine.copy(location, checksums, memory)
-        rows = self.rows(memory)
+        memory = self._rank_pages.allocate_shard()
+        self._rank_pages.copy(location, checksums, memory)
+        rows = self.as_rows(memory)
         for inside, there in parts:
             there[:] = rows[:, :, :, inside]
 
-    def _of_rank(self, payload: memoryview) -> NDArray[np.uint8]:
+    def _rank_slice(self, payload: memoryview) -> NDArray[np.uint8]:
         """Return this rank's part of a page in the store, shape (heads, layers, bytes)."""
         heads, layers = self._held.heads, self._held.layers
         shape = (self._page.heads, self._page.layers, self._layer_bytes)
@@ -261,14 +263,14 @@ class PageCopies:
         """Return the blocks of this rank's part of a page with `runs` segments per head."""
         found = scratch.blocks.get(runs)
         if found is None:
-            found = scratch.blocks[runs] = self._plan(scratch.memory, runs)
+            found = scratch.blocks[runs] = self._plan_blocks(scratch.memory, runs)
         return found
 
-    def _plan(self, memory: NDArray[np.uint8], runs: int) -> list[_Block]:
+    def _plan_blocks(self, memory: NDArray[np.uint8], runs: int) -> list[_Block]:
         held, size, blocks = self._held, self._page.layers // runs, []
         step = max(1, _TILE_BYTES // (size * self._layer_bytes))
         planes, tokens = self._planes
-        for run in held.runs(self._page, runs):
+        for run in held.run_range(self._page, runs):
             first = run * size - held.layers.start
             for at in range(0, len(held.heads), step):
                 heads = slice(at, min(at + step, len(held.heads)))

@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from cornplug.identity import LINK_TOKENS, chain
+from cornplug.identity import LINK_TOKENS, hash_chain
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import Hook, arguments, logger
+from cornplug.sglang_hooks.compat import Hook, bind_arguments, logger
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.sglang_hooks.media.placeholder_tokens import FIRST_PLACEHOLDER
 
@@ -50,13 +50,13 @@ class HashedPage:
     """SGLang page with its position in its sequence and in cornplug's key chain."""
 
     space: CacheNamespace
-    prior: str | None
+    prior_hash: str | None
     """SGLang's hash of the previous page, or None at the start of a sequence."""
     end: int
     """Number of tokens from the start of the sequence to the end of this page."""
     link: bytes
     """Chain value at the end of this page."""
-    ends: tuple[bytes, ...]
+    store_links: tuple[bytes, ...]
     """Chain values at the ends of store pages. If SGLang's pages are at least as large as store pages, these
     are the store pages inside this page, in order. If SGLang's pages are smaller, these are the store pages
     that contain this page, one for each recorded continuation of the sequence (the newest last). The list is
@@ -69,9 +69,9 @@ class PageOverlap(NamedTuple):
     links: tuple[bytes, ...]
     """Chain value at the end of the store page. Has several values if the sequence has several
     continuations."""
-    inside: slice
+    store_slice: slice
     """Range of tokens in the store page."""
-    page: slice
+    sglang_slice: slice
     """Range of tokens in SGLang's page."""
 
 
@@ -83,7 +83,7 @@ class PageHashIndex:
             unless both are multiples of 16 and one is a multiple of the other.
         is_unkeyed: returns whether a placeholder value belongs to a media item without an embedding key. The
             page with such a value and all later pages are not recorded.
-        advance: `identity.chain`, or a faster function with the same results.
+        compute_chain: `identity.chain`, or a faster function with the same results.
         max_bytes: approximate maximum memory of all entries.
     """
 
@@ -93,7 +93,7 @@ class PageHashIndex:
         page_tokens: int,
         *,
         is_unkeyed: Callable[[int], bool] = lambda token: False,
-        advance: Callable[[bytes, Sequence[int]], list[bytes]] = chain,
+        compute_chain: Callable[[bytes, Sequence[int]], list[bytes]] = hash_chain,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
         if page_size % LINK_TOKENS or page_tokens % LINK_TOKENS:
@@ -101,8 +101,8 @@ class PageHashIndex:
         if page_size % page_tokens and page_tokens % page_size:
             raise ValueError(f"page sizes {page_size} and {page_tokens}: neither is a multiple of the other")
         self.page_size, self.page_tokens = page_size, page_tokens
-        self._is_foreign = is_unkeyed
-        self._advance = advance
+        self._is_unkeyed = is_unkeyed
+        self._compute_chain = compute_chain
         # Memory of a page's hash, its entry, and its chain values.
         self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
         self._lock = threading.Lock()
@@ -145,15 +145,15 @@ class PageHashIndex:
                 end, link = before.end, before.link
         # Compute the chain without the lock. This takes milliseconds for a long prompt, and the scheduler's
         # thread uses the index too.
-        new = self._named(tokens[known * size : len(hashes) * size])
+        new = self._keyed_tokens(tokens[known * size : len(hashes) * size])
         if not new:
             return
-        links = self._advance(link, new)
+        links = self._compute_chain(link, new)
         with self._lock:
             for i in range(len(new) // size):
                 end += size
                 inside = links[i * size // LINK_TOKENS : (i + 1) * size // LINK_TOKENS]
-                prior = self._enter(hashes[known + i], HashedPage(space, prior, end, inside[-1], ()), inside)
+                prior = self._insert(hashes[known + i], HashedPage(space, prior, end, inside[-1], ()), inside)
             while len(self._pages) > self._max_pages:
                 self._pages.popitem(last=False)
 
@@ -164,12 +164,16 @@ class PageHashIndex:
         if size >= stored:
             return [
                 PageOverlap((link,), slice(0, stored), slice(i * stored, (i + 1) * stored))
-                for i, link in enumerate(page.ends)
+                for i, link in enumerate(page.store_links)
             ]
         first = (page.end - size) % stored
-        return [PageOverlap(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
+        return (
+            [PageOverlap(page.store_links, slice(first, first + size), slice(0, size))]
+            if page.store_links
+            else []
+        )
 
-    def is_closing(self, page: HashedPage) -> bool:
+    def ends_store_page(self, page: HashedPage) -> bool:
         """Return whether a store page ends at the end of this page."""
         return page.end % self.page_tokens == 0
 
@@ -190,39 +194,41 @@ class PageHashIndex:
             if page is None:
                 break
             found.append((at, page))
-            at = page.prior
+            at = page.prior_hash
         return found[::-1]
 
-    def _named(self, tokens: Sequence[int]) -> Sequence[int]:
+    def _keyed_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens of all complete pages before the first media item without a key."""
         # Check only placeholder values, because a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
-        whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
+        whole = next((i for i in wide if self._is_unkeyed(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]
 
-    def _enter(self, name: str, page: HashedPage, links: list[bytes]) -> str:
+    def _insert(self, name: str, page: HashedPage, links: list[bytes]) -> str:
         if self.page_size >= self.page_tokens:
             step = self.page_tokens // LINK_TOKENS
             self._pages[name] = HashedPage(
-                page.space, page.prior, page.end, page.link, tuple(links[step - 1 :: step])
+                page.space, page.prior_hash, page.end, page.link, tuple(links[step - 1 :: step])
             )
             return name
         self._pages[name] = page
-        if self.is_closing(page):
+        if self.ends_store_page(page):
             for sibling, part in self._siblings(name):
-                ends = (*(end for end in part.ends if end != page.link), page.link)[-_MAX_CONTINUATIONS:]
-                self._pages[sibling] = HashedPage(part.space, part.prior, part.end, part.link, ends)
+                ends = (*(end for end in part.store_links if end != page.link), page.link)[
+                    -_MAX_CONTINUATIONS:
+                ]
+                self._pages[sibling] = HashedPage(part.space, part.prior_hash, part.end, part.link, ends)
         return name
 
 
 _index: PageHashIndex | None = None
-_writing: Final = threading.local()
-_attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", default=None)
+_backup_state: Final = threading.local()
+_controller_var: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", default=None)
 
 
 def attaching_controller() -> Any:
     """Return SGLang's cache controller while it creates its storage backend, otherwise None."""
-    return _attaching.get()
+    return _controller_var.get()
 
 
 def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
@@ -232,7 +238,7 @@ def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
     """
     global _index
     _index = PageHashIndex(
-        page_size, page_tokens, is_unkeyed=placeholder_tokens.is_unkeyed, advance=_fastest_chain()
+        page_size, page_tokens, is_unkeyed=placeholder_tokens.is_unkeyed, compute_chain=_choose_chain()
     )
     return _index
 
@@ -249,13 +255,13 @@ def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     return [bytes.fromhex(link) for link in get_hash_str(tokens, prior.hex() or None, page_size=LINK_TOKENS)]
 
 
-def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
+def _choose_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
     """Return `_native_chain` if SGLang's hash equals `identity.chain` on a sample, else `identity.chain`."""
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
-        if _native_chain(prior, tokens) != chain(prior, tokens):
+        if _native_chain(prior, tokens) != hash_chain(prior, tokens):
             logger.warning("cornplug: SGLang's page hash has changed, so cornplug uses its own slower hash")
-            return chain
+            return hash_chain
     return _native_chain
 
 
@@ -271,13 +277,13 @@ def forget_pages() -> None:
         _index.clear()
 
 
-def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _record_lookup_hashes(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the function that hashes the tokens of a storage lookup, to record the hashes."""
     result = original(*args, **kwargs)
     index = _index
     if index is None or not activation.is_on() or not isinstance(result, list):
         return result
-    call = arguments(original, args, kwargs)
+    call = bind_arguments(original, args, kwargs)
     key = call["key"]
     # With an EAGLE draft model, SGLang hashes pairs of adjacent tokens, so a page's hash also depends on the
     # token after the page. The model's KV does not depend on that token, so the index leaves it out.
@@ -288,22 +294,22 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a node's backup, to pass the node's namespace to `_writing_storage`."""
-    call = arguments(original, args, kwargs)
+def _wrap_backup(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrap a node's backup, to pass the node's namespace to `_wrap_write_storage`."""
+    call = bind_arguments(original, args, kwargs)
     cache = call["self"]
     if _index is None or not activation.is_on():
         return original(*args, **kwargs)
     space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
-    _know_prefix(_index, cache, call["node_id"], space)
-    _writing.space = space
+    _record_prefix(_index, cache, call["node_id"], space)
+    _backup_state.space = space
     try:
         return original(*args, **kwargs)
     finally:
-        _writing.space = None
+        _backup_state.space = None
 
 
-def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
+def _record_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
     """Record the pages before a node if the index does not have them.
 
     They were backed up before this storage was attached, or the index has dropped them.
@@ -317,10 +323,10 @@ def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNam
         spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
         if spec is None:
             return
-        _record(index, spec.hash_value, spec.token_ids, spec.prefix_keys, space)
+        _record_pages(index, spec.hash_value, spec.token_ids, spec.prefix_keys, space)
 
 
-def _record(
+def _record_pages(
     index: PageHashIndex,
     hashes: Sequence[str] | None,
     tokens: Sequence[int],
@@ -332,25 +338,25 @@ def _record(
         index.record(prefix[-1] if prefix else None, hashes, tokens, space)
 
 
-def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_write_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the function that queues a backup, to record the backup's pages first."""
-    index, space = _index, getattr(_writing, "space", None)
+    index, space = _index, getattr(_backup_state, "space", None)
     if index is not None and space is not None:
-        call = arguments(original, args, kwargs)
-        _record(index, call["hash_value"], call["token_ids"], call["prefix_keys"], space)
+        call = bind_arguments(original, args, kwargs)
+        _record_pages(index, call["hash_value"], call["token_ids"], call["prefix_keys"], space)
     return original(*args, **kwargs)
 
 
-def _attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
+def _wrap_attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap the creation of a storage backend, to pass the controller to cornplug's storage.
 
     The storage needs the controller to verify the host pool's layout.
     """
-    token = _attaching.set(controller)
+    token = _controller_var.set(controller)
     try:
         return original(controller, *args, **kwargs)
     finally:
-        _attaching.reset(token)
+        _controller_var.reset(token)
 
 
 _CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
@@ -359,13 +365,18 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 HOOKS: tuple[Hook, ...] = (
     # Hook the name in the controller module, because a hook on the function in mem_cache.utils would not
     # affect that name.
-    Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
-    Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
+    Hook(
+        f"{_CONTROLLER}.get_storage_hash_str",
+        "around",
+        _record_lookup_hashes,
+        ("key", "prior_hash", "page_size"),
+    ),
+    Hook(f"{_CACHE}.write_backup_storage", "around", _wrap_backup, ("self", "node_id")),
     Hook(
         f"{_CONTROLLER}.HybridCacheController.write_storage",
         "around",
-        _writing_storage,
+        _wrap_write_storage,
         ("token_ids", "hash_value", "prefix_keys"),
     ),
-    Hook(f"{_CONTROLLER}.HybridCacheController.attach_storage_backend", "around", _attach),
+    Hook(f"{_CONTROLLER}.HybridCacheController.attach_storage_backend", "around", _wrap_attach),
 )

@@ -16,8 +16,8 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.page_publish import EntryCost, PageCost, PagePublisher
 from cornplug.errors import CheckpointError, CornplugError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
-from cornplug.sglang_hooks.kv_pages.namespace_roots import RootsOfCall
-from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, Rows
+from cornplug.sglang_hooks.kv_pages.namespace_roots import CallRoots
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PageSlice, Rows
 from cornplug.sglang_hooks.kv_pages.page_hash_index import HashedPage
 from cornplug.sglang_hooks.kv_pages.reader import PageReader, PoolContext, RankPool
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
@@ -27,26 +27,26 @@ _TAIL_BYTES: Final = 64 << 20
 _ROUND_BYTES: Final = 64 << 20
 """Number of bytes to reserve in one call. A new store grows by this size within one call, while other calls
 wait."""
-_SAVE_S: Final = 30.0
+_SAVE_TIMEOUT_S: Final = 30.0
 """Maximum duration of `save` in seconds. SGLang keeps the pages in its host pool until `save` returns."""
-_STOP_S: Final = 3.0
+_STOP_GRACE_S: Final = 3.0
 """Seconds for which `save` may continue after SGLang begins to wait for this thread to end. SGLang exits
 after 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
-_LONGEST_PAUSE_S: Final = 0.1
+_MAX_PAUSE_S: Final = 0.1
 
 
-class _Stored(NamedTuple):
+class _StoredTokens(NamedTuple):
     """Tokens of a new store page that are not in memory. Another page of the store may contain them."""
 
-    inside: slice
+    store_slice: slice
     page: HashedPage
 
 
-_Wanted = Mapping[bytes, Sequence[PagePart | _Stored]]
+_PendingPages = Mapping[bytes, Sequence[PageSlice | _StoredTokens]]
 
 
-def part_of(
+def writer_part(
     page: PageGeometry, tp_size: int, tp_rank: int, group: bytes, *, stages: int = 1, stage: int = 0
 ) -> WriterPart | None:
     """Return a rank's part of the pages that all ranks of `group` write together.
@@ -73,15 +73,18 @@ class PageWriter:
         self, context: PoolContext, reader: PageReader, pool: RankPool, part: WriterPart | None
     ) -> None:
         self._run, self._reader, self._index = context.runtime, reader, context.index
-        self._mine, self._copies = pool.mine, PageCopies(pool.mine, pool.host, threads=pool.threads)
-        self._stops_s: float | None = None
+        self._rank_pages, self._copies = (
+            pool.rank_pages,
+            PageCopies(pool.rank_pages, pool.host, threads=pool.threads),
+        )
+        self._stop_deadline_s: float | None = None
         self._pace, self._cost = context.pace, PageCost()
         self._publisher = PagePublisher(
             self._run,
-            self._mine.page,
+            self._rank_pages.page,
             context.tally,
             deadline_s=self._run.background_timeout_s,
-            part=part,
+            writer_part=part,
             only_seen=context.only_seen,
             cost=EntryCost(self._cost),
         )
@@ -95,59 +98,61 @@ class PageWriter:
 
     def save(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Offer pages to the store. `slots` are the pages' first slots in the host pool."""
-        if not self._mine.held.writes:
+        if not self._rank_pages.rank_slice.writes:
             return
         if self._epoch != weights_guard.epoch():
             # Drop pages that the previous weights computed. SGLang's page hashes do not depend on the
             # weights.
             self._tails.clear()
             self._epoch, self._tail_bytes = weights_guard.epoch(), 0
-        self._offer(self._wanted(hashes, slots))
+        self._write_all(self._collect_complete(hashes, slots))
         self._keep_tails(hashes, slots)
 
     # -- complete pages of the store -----------------------------------------------------------
 
-    def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> _Wanted:
+    def _collect_complete(self, hashes: Sequence[str], slots: Sequence[int]) -> _PendingPages:
         """Return the parts of the store pages that these pages complete, by key."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
-        found: dict[bytes, Sequence[PagePart | _Stored]] = {}
+        found: dict[bytes, Sequence[PageSlice | _StoredTokens]] = {}
         for name, page in zip(hashes, self._index.find(hashes), strict=True):
             try:
                 if page is None:
                     self._publisher.count_outcome("no_page_key")
                 elif self._index.page_size >= self._index.page_tokens:
-                    whole = self._copies.at(at[name])
+                    whole = self._copies.host_page(at[name])
                     for part in self._index.overlaps(page):
-                        key = self._reader.keys(page, part, roots)[0]
-                        found[key] = [PagePart(part.inside, whole[:, :, :, part.page])]
-                elif self._index.is_closing(page):
-                    if parts := self._gathered(name, at):
-                        found[self._closing_key(page, roots)] = parts
+                        key = self._reader.store_keys(page, part, roots)[0]
+                        found[key] = [PageSlice(part.store_slice, whole[:, :, :, part.sglang_slice])]
+                elif self._index.ends_store_page(page):
+                    if parts := self._gather_store_page(name, at):
+                        found[self._store_page_key(page, roots)] = parts
                     else:
                         self._publisher.count_outcome("incomplete")
             except CheckpointError as e:
                 self._publisher.count_outcome(e.reason)
         return found
 
-    def _closing_key(self, page: HashedPage, roots: RootsOfCall) -> bytes:
+    def _store_page_key(self, page: HashedPage, roots: CallRoots) -> bytes:
         (part,) = self._index.overlaps(page)
-        return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
+        return self._reader.store_keys(page, part._replace(links=(page.link,)), roots)[0]
 
-    def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
+    def _gather_store_page(
+        self, closing: str, at: Mapping[str, int]
+    ) -> list[PageSlice | _StoredTokens] | None:
         """Return the SGLang pages that form one store page, or None if one of the pages is not available."""
-        found: list[PagePart | _Stored] = []
+        found: list[PageSlice | _StoredTokens] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
             if not parts:
                 return None
-            inside = parts[0].inside
+            inside = parts[0].store_slice
             if name in at:
-                found.append(PagePart(inside, self._copies.at(at[name])))
+                found.append(PageSlice(inside, self._copies.host_page(at[name])))
             elif name in self._tails:
-                found.append(PagePart(inside, self._tails[name]))
+                found.append(PageSlice(inside, self._tails[name]))
             else:
-                found.append(_Stored(inside, page))
+                found.append(_StoredTokens(inside, page))
         complete = len(found) == self._index.page_tokens // self._index.page_size
         return found if complete else None
 
@@ -161,48 +166,48 @@ class PageWriter:
             return
         pages = index.find(hashes)
         for name, page, slot in reversed(list(zip(hashes, pages, slots, strict=True))):
-            if page is None or index.is_closing(page):
+            if page is None or index.ends_store_page(page):
                 break
             if name not in self._tails:
-                self._tails[name] = self._copies.at(slot).copy()
+                self._tails[name] = self._copies.host_page(slot).copy()
                 self._tail_bytes += self._tails[name].nbytes
         while self._tail_bytes > _TAIL_BYTES:
             self._tail_bytes -= self._tails.popitem(last=False)[1].nbytes
 
     # -- writing pages --------------------------------------------------------------------------
 
-    def _offer(self, wanted: _Wanted) -> None:
+    def _write_all(self, pending: _PendingPages) -> None:
         """Write pages in small groups, in order, because readers stop at the first missing page.
 
         SGLang offers each page only once. Therefore pages that the store rejects while it grows are tried
         again during the same call.
         """
-        left, step = list(wanted), max(1, _ROUND_BYTES // self._mine.page.page_bytes)
+        left, step = list(pending), max(1, _ROUND_BYTES // self._rank_pages.page.page_bytes)
         moved_s = time.monotonic()
-        end_s, pause_s = moved_s + _SAVE_S, _FIRST_PAUSE_S
+        end_s, pause_s = moved_s + _SAVE_TIMEOUT_S, _FIRST_PAUSE_S
         while left:
             now_s = time.monotonic()
-            if now_s >= end_s or self._has_to_stop():
+            if now_s >= end_s or self._must_stop():
                 self._publisher.count_outcome("late", len(left))
                 return
             if now_s >= moved_s + self._run.background_timeout_s:
                 self._publisher.count_outcome(ReserveRefusal.GROWING.value, len(left))
                 return
-            asked, refused = left[:step], self._write(wanted, left[:step], end_s - now_s)
+            asked, refused = left[:step], self._write_batch(pending, left[:step], end_s - now_s)
             left[:step] = refused
             if len(refused) < len(asked):
                 moved_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
             else:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _write(self, wanted: _Wanted, keys: Sequence[bytes], left_s: float) -> list[bytes]:
+    def _write_batch(self, pending: _PendingPages, keys: Sequence[bytes], left_s: float) -> list[bytes]:
         """Reserve pages, write this rank's part of them, and commit.
 
         Returns the keys that the store rejected because it is growing.
         """
         reserved, refused = [], []
-        self._cost.seconds = self._pace.compute_s(self._mine.page.page_tokens)
+        self._cost.seconds = self._pace.compute_s(self._rank_pages.page.page_tokens)
         answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
         for key, answer in zip(keys, answers, strict=True):
             if isinstance(answer, Reservation):
@@ -210,18 +215,18 @@ class PageWriter:
             elif answer is ReserveRefusal.GROWING:
                 refused.append(key)
         try:
-            self._fill(wanted, reserved)
+            self._fill_and_commit(pending, reserved)
         except BaseException:
-            self._publisher.give_up(reserved, "error")
+            self._publisher.release_unwritten(reserved, "error")
             raise
         return refused
 
-    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
+    def _fill_and_commit(self, pending: _PendingPages, reserved: Sequence[Reservation]) -> None:
         """Write this rank's part of reserved pages, and commit the pages."""
-        pages = [(one, self._at_hand(wanted[one.key])) for one in reserved]
+        pages = [(one, self._load_parts(pending[one.key])) for one in reserved]
         broken = [one for one, parts in pages if parts is None]
         whole = [(one, parts) for one, parts in pages if parts is not None]
-        sums = self._copies.write([(parts, one.location) for one, parts in whole], self._has_to_stop)
+        sums = self._copies.write([(parts, one.location) for one, parts in whole], self._must_stop)
         written, late = [], []
         for (one, _), of_page in zip(whole, sums, strict=True):
             if of_page is None:
@@ -230,32 +235,32 @@ class PageWriter:
                 written.append((one, of_page))
             else:
                 broken.append(one)
-        if self._epoch != weights_guard.epoch() or weights_guard.replaced():
+        if self._epoch != weights_guard.epoch() or weights_guard.has_replaced_weights():
             late, broken, written = [], [], []
-            self._publisher.give_up(reserved, "weights_updated")
-        self._publisher.give_up(late, "late")
-        self._publisher.give_up(broken, "write_failed")
+            self._publisher.release_unwritten(reserved, "weights_updated")
+        self._publisher.release_unwritten(late, "late")
+        self._publisher.release_unwritten(broken, "write_failed")
         self._publisher.commit(written)
 
-    def _has_to_stop(self) -> bool:
-        """Return whether SGLang has waited for at least `_STOP_S` seconds for this thread to end."""
+    def _must_stop(self) -> bool:
+        """Return whether SGLang has waited for at least `_STOP_GRACE_S` seconds for this thread to end."""
         now_s = time.monotonic()
-        if not self._reader.stopping():
-            self._stops_s = None
-        elif self._stops_s is None:
-            self._stops_s = now_s + _STOP_S
-        return self._stops_s is not None and now_s >= self._stops_s
+        if not self._reader.is_stopping():
+            self._stop_deadline_s = None
+        elif self._stop_deadline_s is None:
+            self._stop_deadline_s = now_s + _STOP_GRACE_S
+        return self._stop_deadline_s is not None and now_s >= self._stop_deadline_s
 
-    def _at_hand(self, parts: Sequence[PagePart | _Stored]) -> list[PagePart] | None:
+    def _load_parts(self, parts: Sequence[PageSlice | _StoredTokens]) -> list[PageSlice] | None:
         """Return the parts in memory. Return None if a part could not be copied from the store."""
         found = []
         try:
             for part in parts:
-                if isinstance(part, _Stored):
-                    borrowed = self._reader.borrow(part.page)
+                if isinstance(part, _StoredTokens):
+                    borrowed = self._reader.read_page(part.page)
                     if borrowed is None:
                         return None
-                    part = PagePart(part.inside, self._copies.rows(borrowed))
+                    part = PageSlice(part.store_slice, self._copies.as_rows(borrowed))
                 found.append(part)
         except CornplugError:
             return None

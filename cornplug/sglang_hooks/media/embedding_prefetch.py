@@ -43,10 +43,10 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.media import placeholder_tokens
 from cornplug.store.base import Tier
-from cornplug.store.payload import NewPayload, put_payload, recalled
+from cornplug.store.payload import NewPayload, put_payload, recall_and_wait
 
 _SOURCE: Final = "cornplug_source"
-waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
+has_waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
 """Whether this task's request has already waited for an encoder until the deadline. Such a request does not
 wait for another encoder."""
 
@@ -76,12 +76,12 @@ class EmbeddingPrefetcher:
 
         `tower_of` returns the tower of an item. Never raises an exception.
         """
-        if weights_guard.replaced():
+        if weights_guard.has_replaced_weights():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
         unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
         sources = await asyncio.gather(
-            *(self._one(key, item, tower_of(item), salt) for key, item in unlike.items())
+            *(self._prefetch_item(key, item, tower_of(item), salt) for key, item in unlike.items())
         )
         found = dict(zip(unlike, sources, strict=True))
         for key, item in zip(keys, items, strict=True):
@@ -93,17 +93,19 @@ class EmbeddingPrefetcher:
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None) -> str:
+    async def _prefetch_item(
+        self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None
+    ) -> str:
         """Return the source of an item's embedding, or "" after a counted miss."""
         began = time.monotonic()
         always = self._run.config.store.load_when == "always"
-        if not always and not engine_state.current().fetch_pays():
+        if not always and not engine_state.current().is_fetch_faster():
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "cheaper")
             return ""
         try:
-            if await self._in_thread(self._stored, key):
+            if await self._run_in_thread(self._is_stored, key):
                 return "store"
-            return await self._encoded(key, item, tower, salt, began)
+            return await self._request_encoding(key, item, tower, salt, began)
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
@@ -115,18 +117,20 @@ class EmbeddingPrefetcher:
             seconds = time.monotonic() - began
             self._tally.observe("cornplug_wait_seconds", seconds, self._run.app, EMBEDDING)
 
-    async def _encoded(
+    async def _request_encoding(
         self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None, began: float
     ) -> str:
-        if waited.get():
+        if has_waited.get():
             raise EncoderUnavailable(
                 "the request has already waited for an encoder", reason="encoder_timeout"
             )
-        identity = self._policy.identity_to_ask(
+        identity = self._policy.identity_for_request(
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )
         expected = ExpectedEmbedding(key, placeholder_tokens.rows_of(item))
-        inputs = await self._in_thread(_inputs, item, tower.image_inputs if tower is not None else ())
+        inputs = await self._run_in_thread(
+            _tower_inputs, item, tower.image_inputs if tower is not None else ()
+        )
         deadline_s = self._deadline_s(expected.rows) - (time.monotonic() - began)
         request = EncodeRequest(
             id=0,
@@ -139,12 +143,12 @@ class EmbeddingPrefetcher:
         )
         try:
             answer = await asyncio.wrap_future(self._encoder.submit(request))
-            source = self._policy.replied(answer, expected)
+            source = self._policy.check_reply(answer, expected)
         except EncoderError as e:
-            self._policy.failed(e, time.monotonic())
+            self._policy.record_failure(e, time.monotonic())
             raise
         if answer.tensor is not None:
-            await self._in_thread(self._put, answer.key, answer.tensor)
+            await self._run_in_thread(self._save_embedding, answer.key, answer.tensor)
         return source
 
     def _deadline_s(self, rows: int) -> float:
@@ -152,15 +156,15 @@ class EmbeddingPrefetcher:
         encode_s = None if row_s is None else rows * row_s
         return encode_deadline_s(config.store.load_when, encode_s, ceiling_s=config.encoder.deadline_s)
 
-    async def _in_thread(self, function: Any, *args: Any) -> Any:
+    async def _run_in_thread(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
-    def _stored(self, key: bytes) -> bool:
+    def _is_stored(self, key: bytes) -> bool:
         deadline_s = self._run.deadline_s
-        tiers = recalled(self._run.store, [key], within_s=deadline_s, deadline_s=deadline_s)
+        tiers = recall_and_wait(self._run.store, [key], within_s=deadline_s, deadline_s=deadline_s)
         return tiers[0] == Tier.MEMORY
 
-    def _put(self, key: bytes, tensor: WireTensor) -> None:
+    def _save_embedding(self, key: bytes, tensor: WireTensor) -> None:
         """Save an embedding that the service has sent but could not store.
 
         This happens if the service runs on another host, or if its store has failed.
@@ -177,13 +181,13 @@ class EmbeddingPrefetcher:
             )
 
 
-def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
+def _tower_inputs(item: Any, names: Sequence[str]) -> dict[str, WireTensor]:
     """Return one item's tensors by name, in the form that its tower expects.
 
     Raises EncoderRefused("no_inputs") if the item does not contain these tensors.
     """
     known = {**item.model_specific_data, "pixel_values": item.feature}
-    values = {name: known[name] for name in wanted if name in known}
+    values = {name: known[name] for name in names if name in known}
     found = {}
     for name, value in values.items():
         if isinstance(value, np.ndarray):

@@ -23,7 +23,7 @@ import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding, TowerClock
+from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding, TowerTimer
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError
@@ -41,26 +41,28 @@ EmbedItems = Callable[[list[Any]], Any]
 class EmbeddingSource:
     """Loads and saves embeddings for one scheduler process. Used only by the thread that runs the model."""
 
-    def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
+    def __init__(
+        self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, is_first_rank: bool
+    ) -> None:
         """Create a source.
 
         Args:
             dtype: the language model's dtype: the name of the torch dtype without the "torch." prefix.
             width: number of columns of the language model's embeddings.
-            first: whether this rank is the first of its group. All ranks load the same embeddings, but only
-                the first rank saves and counts them.
+            is_first_rank: whether this rank is the first of its group. All ranks load the same embeddings,
+                but only the first rank saves and counts them.
         """
         self._run = runtime
         self._tally = tally
         self._dtype = dtype
         self._width = width
-        self._first = first
+        self._is_first_rank = is_first_rank
         self._publisher = EmbeddingPublisher(runtime, self._report)
         self._rule = FetchRule(runtime.config.store.load_when)
-        self._tower: TowerClock | None = None
+        self._tower: TowerTimer | None = None
         self._row_bytes = 0
 
-    def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
+    def load(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
         """Return each item's embedding from the store, or None.
 
         An embedding has shape (rows, width), in the width that `model` uses, and is on `device`. It is None
@@ -71,25 +73,25 @@ class EmbeddingSource:
         found = []
         for item in items:
             levels = model.deepstack_visual_indexes if deepstack.get(item.modality) else ()
-            found.append(self._take(item, self._width * (1 + len(levels)), device))
+            found.append(self._load_item(item, self._width * (1 + len(levels)), device))
         return found
 
-    def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
-        """Count the embeddings in `taken`, which the engine uses instead of running its tower."""
+    def count_used(self, items: Sequence[Any], loaded: Sequence[torch.Tensor | None]) -> None:
+        """Count the embeddings in `loaded`, which the engine uses instead of running its tower."""
         app = self._run.app
-        for item, tensor in zip(items, taken, strict=True):
-            if tensor is not None and self._first:
+        for item, tensor in zip(items, loaded, strict=True):
+            if tensor is not None and self._is_first_rank:
                 self._tally.count("cornplug_hits_total", app, EMBEDDING, source_of(item) or "store")
                 self._tally.count("cornplug_saved_tower_passes_total", app)
-                self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
+                self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", amount=tensor.nbytes)
 
-    def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
+    def save_computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """Save the embeddings that this engine's tower has computed. Returns immediately."""
         try:
             for item, tensor in zip(items, made, strict=True):
-                key = key_of(item) if publish and self._first and is_current(item) else None
+                key = key_of(item) if publish and self._is_first_rank and is_current(item) else None
                 if key is not None and dtype_name(tensor.dtype) == self._dtype:
-                    self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
+                    self._publisher.enqueue(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
         except Exception:  # noqa: BLE001 - any error: the engine has the embeddings
             self._log_error("offer")
 
@@ -99,30 +101,30 @@ class EmbeddingSource:
         The tokenizer process decides with this cost whether to fetch embeddings.
         """
         if self._tower is None:
-            self._tower = TowerClock(device)
-        self._tower.begin()
+            self._tower = TowerTimer(device)
+        self._tower.begin_step()
         made = original(items)
-        self._tower.ran(sum(rows_of(item) for item in items))
-        for rows, seconds in self._tower.measured():
-            self._rule.encoded(rows, seconds)
+        self._tower.record_rows(sum(rows_of(item) for item in items))
+        for rows, seconds in self._tower.take_measurements():
+            self._rule.record_encode(rows, seconds)
         row_s = self._rule.encode_s(1)
-        if row_s is not None and self._first:
-            pays = self._rule.pays(rows=1, size_bytes=self._row_bytes)
-            engine_state.current().note_costs(encode_row_s=row_s, fetch_pays=pays)
+        if row_s is not None and self._is_first_rank:
+            pays = self._rule.should_fetch(rows=1, size_bytes=self._row_bytes)
+            engine_state.current().publish_costs(encode_row_s=row_s, is_fetch_faster=pays)
         return made
 
     def close(self) -> None:
         """Finish pending saves."""
         self._publisher.close()
 
-    def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
+    def _load_item(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
         # If the item has no source, the embedding is not expected in the store. The tokenizer has already
         # counted the miss.
         key = key_of(item)
         if key is None or source_of(item) is None:
             return None
         if not is_current(item):
-            self._miss("weights_updated")
+            self._count_miss("weights_updated")
             return None
         began = time.perf_counter()
         try:
@@ -136,10 +138,10 @@ class EmbeddingSource:
             tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
             # The time includes the copy to the device. For memory that is not pinned, `to` returns when the
             # host has finished.
-            self._rule.read(len(payload), time.perf_counter() - began)
+            self._rule.record_read(len(payload), time.perf_counter() - began)
             self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
-            self._miss(e.reason)
+            self._count_miss(e.reason)
             return None
         except Exception:  # noqa: BLE001 - any error: the tower computes the embedding
             self._log_error("load")
@@ -148,28 +150,28 @@ class EmbeddingSource:
 
     def _log_error(self, what: str) -> None:
         compat.logger.exception("cornplug: an embedding's %s failed", what)
-        self._miss("error")
+        self._count_miss("error")
 
-    def _miss(self, reason: str) -> None:
-        if self._first:
+    def _count_miss(self, reason: str) -> None:
+        if self._is_first_rank:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
 
     def _report(self, outcome: str, size: int) -> None:
         self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
         if outcome == "stored":
-            self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
+            self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", amount=size)
 
 
 class EncoderBypass:
     """Replacement for a model's `get_image_feature` in one call of SGLang."""
 
-    def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
+    def __init__(self, original: EmbedItems, source: EmbeddingSource | None, device: torch.device) -> None:
         """Create a replacement for one call.
 
-        `here` is None on a rank that cannot share. Such a rank still votes on the embeddings to use.
+        `source` is None on a rank that cannot share. Such a rank still votes on the embeddings to use.
         """
         self._original = original
-        self._here = here
+        self._source = source
         self._device = device
         # By these attributes, SGLang recognises encoders that move features to the device themselves.
         self.__self__ = getattr(original, "__self__", None)
@@ -182,28 +184,28 @@ class EncoderBypass:
         """
         if not any(key_of(item) is not None for item in items):
             return self._original(items)
-        here = None if weights_guard.replaced() else self._here
+        here = None if weights_guard.has_replaced_weights() else self._source
         taken: list[torch.Tensor | None] = [None] * len(items)
         if here is not None:
-            taken = here.take(items, self.__self__, self._device)
-        taken = _agreed(taken)
+            taken = here.load(items, self.__self__, self._device)
+        taken = _keep_common(taken)
         rest = [item for item, tensor in zip(items, taken, strict=True) if tensor is None]
-        made = self._made(here, rest) if rest else []
-        split = _split(made, rest)
+        made = self._encode(here, rest) if rest else []
+        split = _split_output(made, rest)
         if split is None:
             # The output cannot be split by items, so the engine's own computation is used for all items.
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
-            here.used(items, taken)
-            here.computed(rest, split, publish=not weights_guard.replaced())
+            here.count_used(items, taken)
+            here.save_computed(rest, split, publish=not weights_guard.has_replaced_weights())
         mine = iter(split)
         return [next(mine) if tensor is None else tensor for tensor in taken]
 
-    def _made(self, here: EmbeddingSource | None, items: list[Any]) -> Any:
-        return self._original(items) if here is None else here.encode(self._original, items, self._device)
+    def _encode(self, source: EmbeddingSource | None, items: list[Any]) -> Any:
+        return self._original(items) if source is None else source.encode(self._original, items, self._device)
 
 
-def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
+def _split_output(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
     """Split the tower's output into one (rows, width) tensor per item, or return None if it cannot be
     split."""
     rows = [rows_of(item) for item in items]
@@ -216,8 +218,8 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
     return list(torch.split(made, rows)) if len(made) == sum(rows) else None
 
 
-def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return `taken`, with None for each embedding that at least one rank of the group has not loaded.
+def _keep_common(loaded: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return `loaded`, with None for each embedding that at least one rank of the group has not loaded.
 
     Call this either on all ranks of the group or on none.
     """
@@ -225,17 +227,17 @@ def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
     group = get_dp_tp_group()
     if group.world_size == 1:
-        return taken
-    mask = torch.tensor([tensor is not None for tensor in taken], dtype=torch.int32)
+        return loaded
+    mask = torch.tensor([tensor is not None for tensor in loaded], dtype=torch.int32)
     torch.distributed.all_reduce(mask, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return [tensor if has else None for tensor, has in zip(taken, mask.tolist(), strict=True)]
+    return [tensor if has else None for tensor, has in zip(loaded, mask.tolist(), strict=True)]
 
 
 # -- SGLang's scheduler process --------------------------------------------------------------
 
 
 @functools.cache
-def _embeddings() -> EmbeddingSource | None:
+def _embedding_source() -> EmbeddingSource | None:
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.layers.dp_attention import get_dp_tp_group
     from sglang.srt.runtime_context import get_server_args
@@ -246,7 +248,7 @@ def _embeddings() -> EmbeddingSource | None:
             activation.tally(),
             dtype=engine_model().dtype,
             width=model_config_of(get_server_args()).hidden_size,
-            first=get_dp_tp_group().rank_in_group == 0,
+            is_first_rank=get_dp_tp_group().rank_in_group == 0,
         )
     except CornplugError as e:
         # In this case, the tokenizer process assigns no keys and logs the reason.
@@ -259,7 +261,7 @@ def _get_chunked_prefill_embedding(
 ) -> Any:
     if activation.is_on() and activation.config().engine.share_embeddings:
         input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[-1]
-        data_embedding_func = EncoderBypass(data_embedding_func, _embeddings(), input_ids.device)
+        data_embedding_func = EncoderBypass(data_embedding_func, _embedding_source(), input_ids.device)
     return original(data_embedding_func, *args, **kwargs)
 
 

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, prove_salt
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.runtime import EMBEDDING
@@ -44,11 +44,11 @@ from cornplug.sglang_hooks.model.model_config import engine_model
 _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
-_AT_ONCE_BYTES: Final = 1 << 20
+_INLINE_HASH_BYTES: Final = 1 << 20
 """Maximum size in bytes of rows that are hashed without a thread. Hashing them takes a millisecond, which is
 as long as switching to a thread."""
 
-Media = Sequence[bytes] | None
+MediaDigests = Sequence[bytes] | None
 """Digests of the images in one part of a request, or None if the part has no valid signature."""
 
 
@@ -60,18 +60,18 @@ class _EpdState:
     """Model identity that signed statements must contain, or None if no statement is accepted."""
 
 
-_here = _EpdState()
-_receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
+_state = _EpdState()
+_received_parts: ContextVar[dict[int, Future[MediaDigests]] | None] = ContextVar("cornplug_epd", default=None)
 """Digests of the images in each verified part of the tokenizer's current request, by part number."""
 
 
-def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
+def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> MediaDigests:
     """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
 
     Raises CodecError ("no_statement", "statement" or "not_identified") if there is no valid statement. Raises
     EncoderRefused("other_model") if another model than `identity` computed the embedding.
     """
-    statement = SignedClaim.read(vars(data))
+    statement = SignedClaim.from_fields(vars(data))
     if statement is None or data.embedding is None:
         raise CodecError("the encoder sent embeddings without a signature", reason="no_statement")
     if identity is None:
@@ -82,7 +82,7 @@ def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
         raise CodecError("the shape of the embedding or its grid is not supported", reason="statement")
     shape = (rows.shape[0], rows.shape[1])
     payload = raw_bytes(rows)
-    if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
+    if not statement.is_valid(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
         raise CodecError(
             "invalid signature: the embedding was not signed with this store's secret", reason="statement"
         )
@@ -96,7 +96,9 @@ def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
     return statement.media
 
 
-def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
+def keys_of(
+    image_items: Sequence[Any], parts: Mapping[int, MediaDigests], salt: str | None
+) -> list[bytes] | None:
     """Return the embedding keys of a request's image items, in order.
 
     Returns None if the key of any item cannot be computed.
@@ -108,12 +110,12 @@ def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | 
             return None
         media += said
     # `identity` is the identity of the tower with which the engine started.
-    if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
+    if _state.identity is None or weights_guard.has_replaced_weights() or weights_guard.epoch():
         return None
     if len(media) != len(image_items):
         return None
     secret = activation.runtime().secret
-    return [embedding_key(secret, _here.identity, digest, salt) for digest in media]
+    return [embedding_key(secret, _state.identity, digest, salt) for digest in media]
 
 
 def _is_grid(grid: Any) -> bool:
@@ -126,18 +128,18 @@ def _image_items(mm_inputs: Any) -> list[Any]:
     return [item for item in mm_inputs.mm_items if item.is_image()]
 
 
-def _count(image_items: Sequence[Any]) -> None:
+def _count_hits(image_items: Sequence[Any]) -> None:
     tally, app = activation.tally(), activation.runtime().app
-    tally.count("cornplug_hits_total", app, EMBEDDING, "service_epd", by=len(image_items))
-    tally.count("cornplug_saved_tower_passes_total", app, by=len(image_items))
+    tally.count("cornplug_hits_total", app, EMBEDDING, "service_epd", amount=len(image_items))
+    tally.count("cornplug_saved_tower_passes_total", app, amount=len(image_items))
     size = sum(item.precomputed_embeddings.nbytes for item in image_items)
-    tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=size)
+    tally.count("cornplug_bytes_total", app, EMBEDDING, "load", amount=size)
 
 
 # -- both processes --------------------------------------------------------------------------
 
 
-def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
+def _on_receiver_created(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
     """Determine the model's identity after SGLang has created a receiver.
 
     This reads the checkpoint's tower only once per machine, because its digests are cached on disk.
@@ -156,41 +158,41 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
             "identify the model differently"
         )
         identity = None
-    _here.identity = identity
+    _state.identity = identity
 
 
-def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
+def _wrap_part_received(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
     """Wrap the function that receives the rows of a part, to verify the part's statement."""
     if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
-    check: Future[Media]
-    if rows is not None and rows.nbytes > _AT_ONCE_BYTES:
-        check = _threads().submit(_judged, recv_obj)
+    check: Future[MediaDigests]
+    if rows is not None and rows.nbytes > _INLINE_HASH_BYTES:
+        check = _threads().submit(_verify_part, recv_obj)
     else:
         check = Future()
         try:
-            check.set_result(_judged(recv_obj))
+            check.set_result(_verify_part(recv_obj))
         except EncoderRefused as e:
             check.set_exception(e)
     whole = original(current, recv_obj, model_type)
     # Only images get keys. SGLang sends each modality in separate parts.
     if recv_obj.modality.name == "IMAGE":
         vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
-        parts = _receiving.get()
+        parts = _received_parts.get()
         if parts is not None:
             parts[recv_obj.part_idx] = check
     return whole
 
 
-def _judged(data: Any) -> Media:
+def _verify_part(data: Any) -> MediaDigests:
     """Verify the encoder's statement about a part of a request, and return the media digests in it.
 
     Returns None and counts a miss if the statement is missing or invalid. Raises EncoderRefused if another
     model computed the embedding.
     """
     try:
-        return verify_claims(data, _here.identity, activation.runtime().secret)
+        return verify_claims(data, _state.identity, activation.runtime().secret)
     except CodecError as e:
         activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, e.reason)
         return None
@@ -208,25 +210,27 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
     """Add the request's salt to the messages for the encoder service, which uses it in the embedding's
     key."""
     salt = salt_of_request(request_obj)
-    if activation.is_on() and salt is not None and _here.identity is not None:
+    if activation.is_on() and salt is not None and _state.identity is not None:
         for entry in entries:
             if entry["modality"].name == "IMAGE":
                 entry["cornplug_salt"] = salt
-                entry["cornplug_salt_proof"] = salt_proof(activation.runtime().secret, salt)
+                entry["cornplug_salt_proof"] = prove_salt(activation.runtime().secret, salt)
 
 
-async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
+async def receive_with_keys(
+    original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any
+) -> Any:
     """Wrap SGLang's `recv_mm_data`, to return a request's items with embedding keys (zmq_to_tokenizer).
 
     This is not a hook itself, because SGLang supports only one "around" hook per function. The hook in
     `epd_fallback` calls it.
     """
-    parts: dict[int, Future[Media]] = {}
-    token = _receiving.set(parts)
+    parts: dict[int, Future[MediaDigests]] = {}
+    token = _received_parts.set(parts)
     try:
         mm_inputs = await original(receiver, request_obj=request_obj, **kwargs)
     finally:
-        _receiving.reset(token)
+        _received_parts.reset(token)
     if mm_inputs is not None:
         try:
             media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
@@ -237,11 +241,11 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
         keys = keys_of(image_items, media, salt_of_request(request_obj))
         for item, key in zip(image_items, keys or (), strict=bool(keys)):
             item.__dict__[_KEY] = key
-        _count(image_items)
+        _count_hits(image_items)
     return mm_inputs
 
 
-def _sent(_manager: Any, tokenized_obj: Any) -> None:
+def _before_send(_manager: Any, tokenized_obj: Any) -> None:
     """Set a request's keys before the request goes to the scheduler, after all other hooks have changed its
     items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
@@ -255,7 +259,7 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 # -- scheduler -------------------------------------------------------------------------------
 
 
-def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
+def _wrap_prepare(original: Callable[..., bool], waiting: Any) -> bool:
     """Wrap the function that assembles a request's parts. Return False until all parts are verified.
 
     SGLang calls this again in each step. An exception ends only this request.
@@ -268,12 +272,12 @@ def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
     return original(waiting)
 
 
-def _checks(waiting: Any) -> dict[int, Future[Media]]:
-    found: dict[int, Future[Media]] = vars(waiting.recv_embedding_data).get(_PARTS, {})
+def _checks(waiting: Any) -> dict[int, Future[MediaDigests]]:
+    found: dict[int, Future[MediaDigests]] = vars(waiting.recv_embedding_data).get(_PARTS, {})
     return found if activation.is_on() else {}
 
 
-def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
+def _on_assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     """Assign keys to a request's items after this rank has created them (zmq_to_scheduler)."""
     if not activation.is_on():
         return
@@ -283,15 +287,15 @@ def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     keys = keys_of(image_items, media, salt_of_request(waiting.recv_req))
     for item, key in zip(image_items, keys or (), strict=bool(keys)):
         placeholder_tokens.assign_key(item, key)
-    _count(image_items)
+    _count_hits(image_items)
 
 
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _on_receiver_created),
     Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _send_salt),
-    Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _part_came),
-    Hook(f"{_RECEIVER}.WaitingZmqRequest._prepare_embedding_buffer", "around", _prepared),
-    Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _assembled),
-    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", "before", _sent),
+    Hook(f"{_RECEIVER}._aggregate_embedding_part", "around", _wrap_part_received),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._prepare_embedding_buffer", "around", _wrap_prepare),
+    Hook(f"{_RECEIVER}.WaitingMMRequestBase._finish_assemble", "after", _on_assembled),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request", "before", _before_send),
 )

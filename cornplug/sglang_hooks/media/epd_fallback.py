@@ -42,45 +42,47 @@ _MARGIN_S: Final = 5.0
 
 @dataclass(slots=True)
 class _FallbackState:
-    tower: bool = False
+    has_tower: bool = False
     """Whether this server can encode images itself."""
-    answer_s: float = math.inf
+    reply_timeout_s: float = math.inf
     """Maximum seconds to wait for an encoder's reply."""
     backoff: BackOff = field(default_factory=BackOff)
-    late: set[str] = field(default_factory=set)
+    late_ids: set[str] = field(default_factory=set)
     """Ids of requests whose encoder has exceeded its deadline, until this server encodes their images."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_here = _FallbackState()
+_state = _FallbackState()
 
 
-def _falls_back() -> bool:
-    return activation.is_on() and _here.tower
+def _can_fall_back() -> bool:
+    return activation.is_on() and _state.has_tower
 
 
-def _skipped_by_backoff() -> bool:
-    with _here.lock:
-        return _here.backoff.spares(time.monotonic())
+def _is_backing_off() -> bool:
+    with _state.lock:
+        return _state.backoff.is_active(time.monotonic())
 
 
-def _failed(reason: str) -> None:
-    with _here.lock:
-        _here.backoff.failed(EncoderUnavailable("", reason=reason), time.monotonic())
+def _record_failure(reason: str) -> None:
+    with _state.lock:
+        _state.backoff.record_failure(EncoderUnavailable("", reason=reason), time.monotonic())
 
 
 def _is_late(began: float) -> bool:
-    return time.monotonic() - began >= 0.9 * _here.answer_s
+    return time.monotonic() - began >= 0.9 * _state.reply_timeout_s
 
 
-def _miss(reason: str) -> None:
+def _count_miss(reason: str) -> None:
     activation.tally().count("cornplug_misses_total", activation.runtime().app, EMBEDDING, reason)
 
 
 # -- both processes --------------------------------------------------------------------------
 
 
-def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = None, **_kwargs: Any) -> None:
+def _on_receiver_created(
+    _result: None, receiver: Any, *_args: Any, hf_config: Any = None, **_kwargs: Any
+) -> None:
     if not activation.is_on():
         return
     from sglang.srt.environ import envs
@@ -88,12 +90,12 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
 
     architectures = getattr(hf_config, "architectures", None) or [None]
     # With several replicas, a request that is sent again might not reach the ranks on which it waits.
-    _here.tower = get_parallel().num_dp_ranks == 1 and (
+    _state.has_tower = get_parallel().num_dp_ranks == 1 and (
         get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
     )
     config = activation.config().encoder
-    answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
-    _here.answer_s = answer_s
+    answer_s = config.deadline_s if _state.has_tower else config.language_only_timeout_s + _MARGIN_S
+    _state.reply_timeout_s = answer_s
     # Values that the operator has set are kept.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
@@ -101,44 +103,44 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
         receiver.recv_timeout = answer_s
         # The scheduler waits for the encoder. After a failure, it waits for the tokenizer to process the
         # images.
-        receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _here.tower else _MARGIN_S)
+        receiver.wait_timeout = answer_s + (config.language_only_timeout_s if _state.has_tower else _MARGIN_S)
 
 
-async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+async def _wrap_encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
     began = time.monotonic()
     error = await original(receiver, *args, **kwargs)
     if activation.is_on():
         if error is None:
-            with _here.lock:
-                _here.backoff.answered()
+            with _state.lock:
+                _state.backoff.record_reply()
         else:
             refused = 400 <= int(error.error_code or 500) < 500
-            _failed("bad_input" if refused else "encoder_error")
-            if _falls_back() and _is_late(began):
-                with _here.lock:
-                    _here.late.add(error.rid)
+            _record_failure("bad_input" if refused else "encoder_error")
+            if _can_fall_back() and _is_late(began):
+                with _state.lock:
+                    _state.late_ids.add(error.rid)
     return error
 
 
 # -- zmq_to_tokenizer ------------------------------------------------------------------------
 
 
-async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+async def _wrap_receive(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
     if not activation.is_on():
         return await original(receiver, *args, **kwargs)
-    if _falls_back() and _skipped_by_backoff():
+    if _can_fall_back() and _is_backing_off():
         return None
     began = time.monotonic()
-    mm_inputs = await epd.receive(original, receiver, *args, **kwargs)
+    mm_inputs = await epd.receive_with_keys(original, receiver, *args, **kwargs)
     if mm_inputs is None and time.monotonic() - began >= receiver.recv_timeout:
-        _failed("encoder_timeout")
-        embedding_prefetch.waited.set(True)
+        _record_failure("encoder_timeout")
+        embedding_prefetch.has_waited.set(True)
     return mm_inputs
 
 
-def _reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: Any) -> None:
-    if mm_inputs is None and request_obj.need_wait_for_mm_inputs and _falls_back():
-        _miss("encoder_error")
+def _wrap_reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: Any) -> None:
+    if mm_inputs is None and request_obj.need_wait_for_mm_inputs and _can_fall_back():
+        _count_miss("encoder_error")
         return
     original(request_obj, mm_inputs)
 
@@ -146,21 +148,21 @@ def _reject_missing(original: Callable[..., None], request_obj: Any, mm_inputs: 
 # -- zmq_to_scheduler: tokenizer -------------------------------------------------------------
 
 
-def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    if _falls_back() and _skipped_by_backoff():
-        _miss("encoder_backoff")
+def _wrap_dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if _can_fall_back() and _is_backing_off():
+        _count_miss("encoder_backoff")
         obj.need_wait_for_mm_inputs = False
         return None
     return original(receiver, obj, *args, **kwargs)
 
 
-def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
+def _on_dispatch_error(original: Callable[..., None], manager: Any, error: Any) -> None:
     """Let this server encode the images of a request whose encoder failed. In the meantime, the request waits
     in the scheduler.
 
     Called on the thread that sent the request to the encoder.
     """
-    if not _falls_back():
+    if not _can_fall_back():
         original(manager, error)
         return
     logger.warning("cornplug: this server encodes %s itself: %s", error.rid, error.error_msg)
@@ -168,16 +170,16 @@ def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) ->
 
 
 async def _encode_here(manager: Any, error: Any) -> None:
-    with _here.lock:
-        if error.rid in _here.late:
-            _here.late.remove(error.rid)
-            embedding_prefetch.waited.set(True)
+    with _state.lock:
+        if error.rid in _state.late_ids:
+            _state.late_ids.remove(error.rid)
+            embedding_prefetch.has_waited.set(True)
     state = manager.rid_to_state.get(error.rid)
     if state is None or state.finished:
         return
     sent = False
     try:
-        _miss("encoder_error")
+        _count_miss("encoder_error")
         state.obj.need_wait_for_mm_inputs = False
         tokenized = await manager._tokenize_one_request(state.obj)
         if manager.rid_to_state.get(error.rid) is state:
@@ -191,9 +193,9 @@ async def _encode_here(manager: Any, error: Any) -> None:
 # -- zmq_to_scheduler: every rank ------------------------------------------------------------
 
 
-def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
+def _replace_waiting(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
     """Remove a waiting request if the tokenizer has sent it again with processed images."""
-    if not _falls_back():
+    if not _can_fall_back():
         return
     for request in recv_reqs:
         rid = getattr(request, "rid", None)
@@ -206,16 +208,16 @@ def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: An
         waiting.close_recv_socket()
 
 
-def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
+def _wrap_registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
     """Ignore a failure to send the scheduler's address to the encoder, if this server can encode images.
 
     The tokenizer also receives an error, and then lets this server encode the images.
     """
-    if not _falls_back() or future.cancelled() or future.exception() is None:
+    if not _can_fall_back() or future.cancelled() or future.exception() is None:
         original(waiting, future)
 
 
-def _request_for_error(_receiver: Any, recv_req: Any) -> None:
+def _set_empty_prompt(_receiver: Any, recv_req: Any) -> None:
     """Set an empty prompt for a request that fails.
 
     SGLang's processor, which sets the prompt, did not run. A prompt of None would crash the scheduler and the
@@ -228,13 +230,13 @@ def _request_for_error(_receiver: Any, recv_req: Any) -> None:
 _RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _initialised),
-    Hook(f"{_RECEIVER}.MMReceiverHTTP.encode", "around", _encode),
-    Hook(f"{_RECEIVER}.MMReceiverBase.recv_mm_data", "around", _receive),
-    Hook(f"{_TOKENIZER}._reject_missing_dispatched_encoder_embedding", "around", _reject_missing),
-    Hook(f"{_RECEIVER}.MMReceiverBase.send_encode_request", "around", _dispatch),
-    Hook(f"{_TOKENIZER}.TokenizerManager._schedule_encoder_dispatch_error", "around", _dispatch_failed),
-    Hook(f"{_RECEIVER}.MMReceiverBase._process_waiting_requests", "before", _take_places),
-    Hook(f"{_RECEIVER}.MMReceiverBase.create_req", "before", _request_for_error),
-    Hook(f"{_RECEIVER}.WaitingZmqRequest._on_registration_done", "around", _registration_done),
+    Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _on_receiver_created),
+    Hook(f"{_RECEIVER}.MMReceiverHTTP.encode", "around", _wrap_encode),
+    Hook(f"{_RECEIVER}.MMReceiverBase.recv_mm_data", "around", _wrap_receive),
+    Hook(f"{_TOKENIZER}._reject_missing_dispatched_encoder_embedding", "around", _wrap_reject_missing),
+    Hook(f"{_RECEIVER}.MMReceiverBase.send_encode_request", "around", _wrap_dispatch),
+    Hook(f"{_TOKENIZER}.TokenizerManager._schedule_encoder_dispatch_error", "around", _on_dispatch_error),
+    Hook(f"{_RECEIVER}.MMReceiverBase._process_waiting_requests", "before", _replace_waiting),
+    Hook(f"{_RECEIVER}.MMReceiverBase.create_req", "before", _set_empty_prompt),
+    Hook(f"{_RECEIVER}.WaitingZmqRequest._on_registration_done", "around", _wrap_registration_done),
 )

@@ -46,17 +46,17 @@ from PIL import Image
 
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
-from cornplug.identity import array_digest, digest, medium_with_options, pixels_digest
+from cornplug.identity import array_digest, digest, media_digest_with_options, pixels_digest
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, validated_families
 
 _DIGEST: Final = "_cornplug_media"
 _MAX_ARTIFACTS: Final = 16_384
-"""Maximum number of entries in `_artifacts`. SGLang's own preprocessing cache cannot hold more."""
+"""Maximum number of entries in `_artifact_digests`. SGLang's own preprocessing cache cannot hold more."""
 
-_CODE: Final = ("sglang", "torch", "torchvision", "transformers")
+_CODE_PACKAGES: Final = ("sglang", "torch", "torchvision", "transformers")
 """Packages with the code of SGLang's towers."""
-_SETTINGS: Final = (
+_KEY_SETTINGS: Final = (
     "attention_backend",
     "device",
     "mm_attention_backend",
@@ -64,13 +64,13 @@ _SETTINGS: Final = (
     "tp_size",
 )
 _MODALITIES: Final = ("image", "video", "audio")
-OURS: Final = "cornplug_"
+FIELD_PREFIX: Final = "cornplug_"
 """Prefix of fields that this plugin adds to an item."""
 
 _lock = threading.Lock()
-_artifacts: OrderedDict[str, bytes | None] = OrderedDict()
+_artifact_digests: OrderedDict[str, bytes | None] = OrderedDict()
 """Media digest by SGLang's key of a preprocessed image (content and settings)."""
-_llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
+_llava_digests: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
 """Digests of the current request's images, by id of the image_data element."""
 
 
@@ -88,14 +88,14 @@ def digest_of(item: Any) -> bytes | None:
     return media
 
 
-async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
+async def compute_digests(items: Sequence[Any], tower_modalities: frozenset[str] = frozenset()) -> None:
     """Compute the digests of items in a thread.
 
-    For the modalities `own`, the digest covers the inputs of the tower. The digest of a large image takes 0.1
-    s. On the event loop, this would delay every response of the server.
+    For the modalities `tower_modalities`, the digest covers the inputs of the tower. The digest of a large
+    image takes 0.1 s. On the event loop, this would delay every response of the server.
     """
     for item in items:
-        if item.modality.name.lower() in own:
+        if item.modality.name.lower() in tower_modalities:
             set_digest(item, functools.partial(inputs_digest, item))
     if any(callable(item.__dict__.get(_DIGEST)) for item in items):
         await asyncio.to_thread(lambda: [digest_of(item) for item in items])
@@ -149,14 +149,14 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
         generic: whether SGLang runs the model with its generic backend. If so, the result is None, because
             `MultiModalMixin._forward_hidden_states` does not call one of SGLang's towers.
 
-    Raises the same errors as `EngineModel.own_identity`.
+    Raises the same errors as `EngineModel.engine_only_identity`.
     """
     modalities = own_modalities(str(model.checkpoint.config.get("model_type")), model.dtype)
     if not modalities or generic:
         return None
-    code = {package: version(package) for package in _CODE}
-    chosen = {name: getattr(settings, name) for name in _SETTINGS}
-    return OwnTower(model.own_identity({"code": code, "settings": chosen}), modalities)
+    code = {package: version(package) for package in _CODE_PACKAGES}
+    chosen = {name: getattr(settings, name) for name in _KEY_SETTINGS}
+    return OwnTower(model.engine_only_identity({"code": code, "settings": chosen}), modalities)
 
 
 def inputs_digest(item: Any) -> bytes | None:
@@ -170,7 +170,7 @@ def inputs_digest(item: Any) -> bytes | None:
 
     if item.format != MultimodalInputFormat.NORMAL or item.feature is None:
         return None
-    named = {k: v for k, v in item.model_specific_data.items() if not k.startswith(OURS)}
+    named = {k: v for k, v in item.model_specific_data.items() if not k.startswith(FIELD_PREFIX)}
     try:
         return digest(
             "cornplug-sglang-inputs-v1", item.modality.name.encode(), _digest(item.feature), _digest(named)
@@ -222,7 +222,7 @@ def _finalize_mm_items(
         if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
             for item, image in zip(image_items, images, strict=True):
-                # This may run on the event loop. `settle` computes the digest in a thread.
+                # This may run on the event loop. `compute_digests` computes the digest in a thread.
                 set_digest(item, functools.partial(image_digest, image, converts=converts))
     return items
 
@@ -230,7 +230,7 @@ def _finalize_mm_items(
 # -- processors that keep preprocessed images (Qwen3-VL, or with --mm-preprocess-cache-size-mb) --
 
 
-async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
+async def _wrap_build_artifacts(original: Callable[..., Any], this: Any, entries: Sequence[Any]) -> list[Any]:
     made: list[Any] = await original(this, entries)
     if activation.is_on():
         converts = converts_to_rgb(this._processor)
@@ -238,25 +238,25 @@ async def _build_artifacts(original: Callable[..., Any], this: Any, entries: Seq
         digests = await asyncio.to_thread(lambda: [image_digest(image, converts=converts) for image in media])
         with _lock:
             for artifact, found in zip(made, digests, strict=True):
-                _artifacts[artifact.artifact_key] = found
-                _artifacts.move_to_end(artifact.artifact_key)
-            while len(_artifacts) > _MAX_ARTIFACTS:
-                _artifacts.popitem(last=False)
+                _artifact_digests[artifact.artifact_key] = found
+                _artifact_digests.move_to_end(artifact.artifact_key)
+            while len(_artifact_digests) > _MAX_ARTIFACTS:
+                _artifact_digests.popitem(last=False)
     return made
 
 
-def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Sequence[Any]) -> None:
+def _on_artifacts_composed(result: Any, this: Any, input_text: Any, artifacts: Sequence[Any]) -> None:
     if activation.is_on() and result is not None and len(result.mm_items) == len(artifacts):
         for item, artifact in zip(result.mm_items, artifacts, strict=True):
             with _lock:
-                media = _artifacts.get(artifact.artifact_key)
+                media = _artifact_digests.get(artifact.artifact_key)
             set_digest(item, media)
 
 
 # -- LLaVA: decodes in its own processes, and hashes URLs -------------------------------------
 
 
-def _llava_task(
+def _wrap_llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Return an image's digest instead of its hash, which no caller needs. Runs in a worker process."""
@@ -271,29 +271,29 @@ def _llava_task(
     return pixels, media, size
 
 
-async def _llava_image(
+async def _wrap_llava_image(
     original: Callable[..., Any], this: Any, image_data: Any, aspect_ratio: Any, grid_pinpoints: Any
 ) -> Any:
     result = await original(this, image_data, aspect_ratio, grid_pinpoints)
-    found = _llava.get()
+    found = _llava_digests.get()
     if found is not None and isinstance(media := result[1], bytes):
         usual = getattr(this.hf_config, "image_aspect_ratio", None)
         options = {} if aspect_ratio == usual else {"sglang": {"aspect_ratio": aspect_ratio}}
-        found[id(image_data)] = medium_with_options(media, options)
+        found[id(image_data)] = media_digest_with_options(media, options)
     return result
 
 
-async def _llava_request(
+async def _wrap_llava_request(
     original: Callable[..., Any], this: Any, image_data: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if not activation.is_on():
         return await original(this, image_data, *args, **kwargs)
     found: dict[int, bytes | None] = {}
-    token = _llava.set(found)
+    token = _llava_digests.set(found)
     try:
         output = await original(this, image_data, *args, **kwargs)
     finally:
-        _llava.reset(token)
+        _llava_digests.reset(token)
     # There is one item per image that SGLang uses, in order. For some requests, SGLang uses only the first
     # image.
     for source, item in zip(image_data, output.mm_items, strict=False):
@@ -309,12 +309,12 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.multimodal.media_artifacts.base.MediaArtifactCacheMixin"
         "._run_preprocess_and_build_artifact_batch",
         "around",
-        _build_artifacts,
+        _wrap_build_artifacts,
     ),
-    Hook(f"{_BASE}.qwen_vl.QwenVLImageProcessor.compose_image_artifacts", "after", _compose_artifacts),
+    Hook(f"{_BASE}.qwen_vl.QwenVLImageProcessor.compose_image_artifacts", "after", _on_artifacts_composed),
 )
 LLAVA_HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _llava_task),
-    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _llava_image),
-    Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _llava_request),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._preprocess_image_task", "around", _wrap_llava_task),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor._process_single_image", "around", _wrap_llava_image),
+    Hook(f"{_BASE}.llava.LlavaImageProcessor.process_mm_data_async", "around", _wrap_llava_request),
 )

@@ -23,7 +23,7 @@ from typing import Any, Final
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.weights_guard import CurrentIdentity
 from cornplug.errors import CheckpointError
-from cornplug.identity import embedding_key, medium_with_options, overridden
+from cornplug.identity import embedding_key, identity_with_overrides, media_digest_with_options
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook, salt_of_request
 from cornplug.sglang_hooks.media import media_digests, placeholder_tokens, preprocessing
@@ -31,7 +31,7 @@ from cornplug.sglang_hooks.media.embedding_prefetch import EmbeddingPrefetcher
 from cornplug.sglang_hooks.media.media_digests import OwnTower, own_tower
 from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
-_USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
+_DEFAULT_OPTIONS: Final[Mapping[str, Any]] = {"detail": "auto"}
 # Request fields that some of SGLang's processors (InternVL, OCR) read in addition to `mm_processor_kwargs`.
 _REQUEST_FIELDS: Final = (
     "max_dynamic_patch",
@@ -56,7 +56,7 @@ class Towers:
         named = self.own.modalities if self.own is not None else frozenset()
         return named if self.images is None else named - {"image"}
 
-    def of(self, item: Any) -> TowerIdentity | None:
+    def tower_for(self, item: Any) -> TowerIdentity | None:
         """Return the tower that computes an item's embedding, or None if the embedding is not shared."""
         if self.own is not None and item.modality.name.lower() in self.own_modalities:
             return self.own.tower
@@ -76,11 +76,11 @@ class MediaIdentifiers:
 
         The result has no towers while the checkpoint is being read, or if the towers cannot be identified.
         """
-        epoch, towers = self._towers.now()
-        if towers.first_wait_s() > 0:
+        epoch, towers = self._towers.current()
+        if towers.initial_wait_s() > 0:
             # Wait in one of the threads in which SGLang decodes media.
-            await asyncio.to_thread(towers.first_wait)
-        return epoch, towers.found or Towers()
+            await asyncio.to_thread(towers.wait_initially)
+        return epoch, towers.value or Towers()
 
 
 def _identify(processor: Any) -> Towers:
@@ -122,7 +122,7 @@ def _tower_identity(processor: Any) -> TowerIdentity:
         "cornplug: SGLang preprocesses images of this model differently, so their embeddings and KV are "
         "shared only with SGLang servers"
     )
-    return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
+    return replace(tower, identity=identity_with_overrides(tower.identity, {"sglang_preprocessing": differs}))
 
 
 def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
@@ -136,11 +136,11 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
         epoch: epoch of the towers' weights.
     """
     items = mm_inputs.mm_items
-    options = _options(obj, [item for item in items if item.is_image()])
+    options = _options_by_item(obj, [item for item in items if item.is_image()])
     salt = salt_of_request(obj)
     ours = []
     for item in items:
-        media, tower = media_digests.digest_of(item), towers.of(item)
+        media, tower = media_digests.digest_of(item), towers.tower_for(item)
         # The digest of a tower's inputs already covers the effect of every option.
         owned = item.modality.name.lower() in towers.own_modalities
         asked = {} if owned else options
@@ -150,7 +150,7 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
         if key is None:
             placeholder_tokens.clear_key(item)
             continue
-        placeholder_tokens.assign_key(item, key, epoch=epoch, rows_alone=owned)
+        placeholder_tokens.assign_key(item, key, epoch=epoch, embedding_only=owned)
         if placeholder_tokens.key_of(item) is not None:
             ours.append(item)
     padded = mm_inputs.padded_input_ids
@@ -163,12 +163,14 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
 
 def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | None) -> bytes | None:
     try:
-        return embedding_key(activation.runtime().secret, tower, medium_with_options(media, options), salt)
+        return embedding_key(
+            activation.runtime().secret, tower, media_digest_with_options(media, options), salt
+        )
     except (TypeError, ValueError):
         return None  # The client's options have no canonical encoding.
 
 
-def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
+def _options_by_item(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
     """Return a request's processor arguments by item id, or None if arguments and items cannot be matched.
 
     The arguments are stored under "sglang", because other engines' processors may interpret them differently.
@@ -176,7 +178,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
     from sglang.srt.multimodal.cache import media_preprocess_kwargs
 
     sources = getattr(obj, "image_data", None) or []
-    own = [media_preprocess_kwargs(source, defaults=_USUAL) for source in sources]
+    own = [media_preprocess_kwargs(source, defaults=_DEFAULT_OPTIONS) for source in sources]
     whole = getattr(obj, "mm_processor_kwargs", None) or {}
     more = {field: value for field in _REQUEST_FIELDS if (value := getattr(obj, field, None)) is not None}
     if not whole and not any(own) and not more:
@@ -193,20 +195,20 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
 # -- SGLang's tokenizer process --------------------------------------------------------------
 
 
-class _Tokenizer:
+class _TokenizerState:
     """State of the tokenizer process. There is one instance per process."""
 
     def __init__(self, processor: Any) -> None:
-        self.names = MediaIdentifiers(processor)
+        self.identifiers = MediaIdentifiers(processor)
         self.prefetcher = EmbeddingPrefetcher(activation.runtime(), activation.tally())
-        self.prefetches = _one_host()
-        if not self.prefetches:
+        self.can_prefetch = _is_single_host()
+        if not self.can_prefetch:
             compat.logger.warning(
                 "cornplug: this server does not share embeddings: with --nnodes, each host has its own store"
             )
 
 
-def _one_host() -> bool:
+def _is_single_host() -> bool:
     """Return whether all ranks use this host's store.
 
     If one rank lacks an embedding, no rank uses the embedding.
@@ -218,32 +220,32 @@ def _one_host() -> bool:
 
 
 @functools.cache
-def _tokenizer(processor: Any) -> _Tokenizer:
-    return _Tokenizer(processor)
+def _tokenizer_state(processor: Any) -> _TokenizerState:
+    return _TokenizerState(processor)
 
 
-def _initialised(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+def _on_processor_created(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
     if activation.is_on() and manager.mm_processor is not None:
-        _tokenizer(manager.mm_processor)
+        _tokenizer_state(manager.mm_processor)
 
 
 async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
     tokenized = await original(manager, obj)
     mm_inputs = tokenized.mm_inputs if activation.is_on() else None
     if mm_inputs is not None and mm_inputs.mm_items:
-        here = _tokenizer(manager.mm_processor)
-        epoch, towers = await here.names.towers()
-        await media_digests.settle(mm_inputs.mm_items, towers.own_modalities)
+        here = _tokenizer_state(manager.mm_processor)
+        epoch, towers = await here.identifiers.towers()
+        await media_digests.compute_digests(mm_inputs.mm_items, towers.own_modalities)
         items = assign_keys(mm_inputs, towers, obj, epoch=epoch)
-        if here.prefetches and activation.config().engine.share_embeddings:
+        if here.can_prefetch and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
-            await here.prefetcher.prepare(wanted, towers.of, salt_of_request(obj))
+            await here.prefetcher.prepare(wanted, towers.tower_for, salt_of_request(obj))
     return tokenized
 
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: tuple[Hook, ...] = (
     *media_digests.HOOKS,
-    Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _initialised),
+    Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _on_processor_created),
     Hook(f"{_MANAGER}._tokenize_one_request", "around", _tokenize_one_request),
 )

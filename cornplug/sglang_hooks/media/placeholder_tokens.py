@@ -21,7 +21,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from cornplug.engine_common import weights_guard
-from cornplug.identity import DIGEST_BYTES, medium_lineage, placeholder_tokens
+from cornplug.identity import DIGEST_BYTES, media_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
@@ -29,14 +29,14 @@ FIRST_PLACEHOLDER: Final = 1_000_000
 """SGLang's first placeholder value, which is larger than any token id in a vocabulary."""
 _KEY: Final = "cornplug_key"
 _EPOCH: Final = "cornplug_epoch"
-_ROWS_ALONE: Final = "cornplug_rows_alone"
+_EMBEDDING_ONLY: Final = "cornplug_rows_alone"
 _MAX_IDENTITIES: Final = 65_536
 """Maximum number of remembered media items. The KV after a dropped item is no longer shared, but it is never
 confused with other KV."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
-_values: set[int] = set()
+_keyed_tokens: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
@@ -47,7 +47,7 @@ def rows_of(item: Any) -> int:
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
-def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = False) -> None:
+def assign_key(item: Any, key: bytes, *, epoch: int = 0, embedding_only: bool = False) -> None:
     """Assign an embedding key to an item. The key is sent to the scheduler with the item.
 
     An item without offsets gets no key.
@@ -55,19 +55,19 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = Fals
     Args:
         key: embedding key.
         epoch: epoch of the tower's weights for which the key was computed.
-        rows_alone: whether only the embedding is shared, and not the KV after the item.
+        embedding_only: whether only the embedding is shared, and not the KV after the item.
     """
     rows = rows_of(item)
     if not rows:
         clear_key(item)
         return
-    item.set_identity(medium_lineage(key, rows))
+    item.set_identity(media_lineage(key, rows))
     item.model_specific_data[_KEY] = key
     item.model_specific_data[_EPOCH] = epoch
-    if rows_alone:
-        item.model_specific_data[_ROWS_ALONE] = True
+    if embedding_only:
+        item.model_specific_data[_EMBEDDING_ONLY] = True
     else:
-        item.model_specific_data.pop(_ROWS_ALONE, None)
+        item.model_specific_data.pop(_EMBEDDING_ONLY, None)
 
 
 def is_current(item: Any) -> bool:
@@ -78,12 +78,12 @@ def is_current(item: Any) -> bool:
     return bool(item.model_specific_data.get(_EPOCH, 0) == weights_guard.epoch())
 
 
-def forget() -> None:
+def forget_all() -> None:
     """Forget all media items, because the keys in current requests and sessions were computed for previous
     weights."""
     with _lock:
         _identities.clear()
-        _values.clear()
+        _keyed_tokens.clear()
 
 
 def clear_key(item: Any) -> None:
@@ -102,10 +102,10 @@ def key_of(item: Any) -> bytes | None:
     # A client's own processor output may also contain this field.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
         return None
-    return key if item.identity == medium_lineage(key, rows_of(item)) else None
+    return key if item.identity == media_lineage(key, rows_of(item)) else None
 
 
-def add(identity: bytes) -> None:
+def remember_identity(identity: bytes) -> None:
     """Remember a media item with an embedding key, as the newest entry.
 
     `identity` is the item's lineage (a digest of key and number of rows), which is also SGLang's identity of
@@ -117,29 +117,33 @@ def add(identity: bytes) -> None:
             return
         values = placeholder_tokens(identity)
         _identities[identity] = values
-        _values.update(values)
+        _keyed_tokens.update(values)
         if len(_identities) > _MAX_IDENTITIES:
-            _values.difference_update(_identities.popitem(last=False)[1])
+            _keyed_tokens.difference_update(_identities.popitem(last=False)[1])
 
 
 def is_keyed(token: int) -> bool:
     """Return whether a token is a placeholder of a media item with an embedding key."""
-    return token in _values
+    return token in _keyed_tokens
 
 
 def is_unkeyed(token: int) -> bool:
     """Return whether a token is a placeholder of a media item without an embedding key."""
-    return token >= FIRST_PLACEHOLDER and token not in _values
+    return token >= FIRST_PLACEHOLDER and token not in _keyed_tokens
 
 
-def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
+def _on_multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
     if activation.is_on() and result is not None:
         for item in result.mm_items:
-            if key_of(item) is not None and is_current(item) and _ROWS_ALONE not in item.model_specific_data:
-                add(item.identity)
+            if (
+                key_of(item) is not None
+                and is_current(item)
+                and _EMBEDDING_ONLY not in item.model_specific_data
+            ):
+                remember_identity(item.identity)
 
 
 HOOKS: tuple[Hook, ...] = (
     # Every rank calls this for every request, whether the inputs come from the tokenizer or from an encoder.
-    Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
+    Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _on_multimodal_inputs),
 )

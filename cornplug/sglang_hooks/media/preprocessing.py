@@ -36,17 +36,17 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest
 from cornplug.sglang_hooks.compat import Hook, logger, validated_families
 
-_ANSWER_S: Final = 0.5
+_CONNECT_TIMEOUT_S: Final = 0.5
 
 
-def on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
+def preprocesses_on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
     """Return whether a server on `device` preprocesses images of `family` on its CPU. Log the decision."""
     # ROCm's device is also named "cuda". On all other devices, SGLang decides.
     if device != "cuda" or not config.engine.share_embeddings or family not in validated_families(dtype):
         return False
     how = config.engine.sglang_preprocessing
     if how == "auto":
-        how = "cpu" if _answers(config.encoder) else "device"
+        how = "cpu" if _is_encoder_listening(config.encoder) else "device"
     if how == "cpu":
         logger.info(
             "cornplug: this server decodes and resizes images on the CPU, like vLLM and the encoder service, "
@@ -61,17 +61,20 @@ def on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
     return how == "cpu"
 
 
-def _answers(config: EncoderConfig) -> bool:
+def _is_encoder_listening(config: EncoderConfig) -> bool:
     """Return whether an encoder service listens at an address that the engine uses for embeddings."""
     for url in config.engine_urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        with contextlib.suppress(OSError), socket.create_connection((parts.hostname or "", port), _ANSWER_S):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((parts.hostname or "", port), _CONNECT_TIMEOUT_S),
+        ):
             return True
     if config.engine_urls:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_ANSWER_S)
+        probe.settimeout(_CONNECT_TIMEOUT_S)
         try:
             probe.connect(str(config.socket))
         except OSError:
@@ -79,16 +82,16 @@ def _answers(config: EncoderConfig) -> bool:
     return True
 
 
-def _device(original: Callable[..., Any], this: Any, processor: Any) -> str:
+def _force_cpu_device(original: Callable[..., Any], this: Any, processor: Any) -> str:
     return "cpu"
 
 
-def _competes(original: Callable[..., Any], this: Any) -> bool:
+def _never_competes(original: Callable[..., Any], this: Any) -> bool:
     """Return False, so that SGLang uses two workers, as for preprocessing on a CPU."""
     return False
 
 
-def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
+def _disable_gpu_decode(this: Any, *_args: Any, **_kwargs: Any) -> None:
     # SGLang reads the attribute from the class, so set it there. A process serves only one model.
     type(this).gpu_image_decode = False
 
@@ -96,9 +99,9 @@ def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
 _BASE: Final = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
 
 HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_BASE}.__init__", "before", _making),
-    Hook(f"{_BASE}._fast_image_processor_device", "around", _device),
-    Hook(f"{_BASE}._preprocessing_competes_with_the_scheduler", "around", _competes),
+    Hook(f"{_BASE}.__init__", "before", _disable_gpu_decode),
+    Hook(f"{_BASE}._fast_image_processor_device", "around", _force_cpu_device),
+    Hook(f"{_BASE}._preprocessing_competes_with_the_scheduler", "around", _never_competes),
 )
 
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
@@ -107,7 +110,7 @@ _ROUNDING: Final = 1e-5
 """Maximum difference of normalised pixels that counts as rounding. One of 255 levels is about 1e-2."""
 
 # A processor of another family may raise any of these exceptions. It is then not compared.
-_ITS_WORDS: Final = (
+_PROCESSOR_ERRORS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
@@ -115,7 +118,7 @@ _ITS_WORDS: Final = (
 Tensors = Mapping[str, torch.Tensor]
 
 
-def probes() -> list[Image.Image]:
+def probe_images() -> list[Image.Image]:
     """Return synthetic images with smooth and sharp parts, which are the same in every process."""
     made = []
     for width, height in _SIZES:
@@ -129,20 +132,20 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
     """Compare SGLang's `processor` with transformers. Return None if both compute the same pixels.
 
     `processor` is a BaseMultimodalProcessor. If the pixels differ, the result is the hex digest of the
-    tensors that `processor` computes from `probes`. This takes tens of milliseconds, too long for an event
-    loop. Raises CheckpointError("preprocessing") if the processor cannot be called.
+    tensors that `processor` computes from `probe_images`. This takes tens of milliseconds, too long for an
+    event loop. Raises CheckpointError("preprocessing") if the processor cannot be called.
     """
     processor = getattr(processor, "inner", processor)
     try:
-        names = _names(model)
-        ours = [_tensors(processor, image, names) for image in probes()]
-        theirs = _reference(model, ours)
-    except _ITS_WORDS as e:
+        names = _tensor_names(model)
+        ours = [_sglang_tensors(processor, image, names) for image in probe_images()]
+        theirs = _reference_tensors(model, ours)
+    except _PROCESSOR_ERRORS as e:
         raise CheckpointError(
             f"cannot compare {type(processor).__name__} with transformers: {type(e).__name__}: {e}",
             reason="preprocessing",
         ) from e
-    if all(map(_agree, ours, theirs)):
+    if all(map(_tensors_match, ours, theirs)):
         return None
     parts = [
         digest("tensor", name.encode(), array_digest(dtype_name(value.dtype), value.shape, raw_bytes(value)))
@@ -152,7 +155,7 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
     return digest("cornplug-preprocessing-v1", *parts).hex()
 
 
-def _names(model: EngineModel) -> Sequence[str]:
+def _tensor_names(model: EngineModel) -> Sequence[str]:
     """Return the names of the tensors that a tower of this model's family receives for an image."""
     name = str(model.checkpoint.config.get("model_type"))
     family = FAMILIES.get(name)
@@ -160,23 +163,23 @@ def _names(model: EngineModel) -> Sequence[str]:
     return described or model.generic_inputs.get(name) or ("pixel_values", "image_grid_thw")
 
 
-def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
+def _sglang_tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
     """Return the tensors that SGLang sends to its tower for one image, by name."""
     from sglang.srt.multimodal.media_artifacts import MediaArtifactCacheMixin
     from sglang.srt.multimodal.processors.llava import LlavaImageProcessor
 
     if isinstance(processor, LlavaImageProcessor):
-        return _llava(processor, image)
-    found = _called(processor, image, names)
+        return _llava_tensors(processor, image)
+    found = _call_processor(processor, image, names)
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
-        artifact = _artifact(processor, image)
-        if not _agree(artifact, found):
+        artifact = _artifact_tensors(processor, image)
+        if not _tensors_match(artifact, found):
             # The processor may handle a request in either way, and a key cannot distinguish the two ways.
             raise ValueError("the processor processes the same image in two ways")
     return found
 
 
-def _called(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
+def _call_processor(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
     # Use a clone, because other threads use the processor at the same time.
     clone = copy.deepcopy(processor._processor)
     made = processor.process_mm_data(processor.mm_tokens.image_token, images=[image], processor=clone)
@@ -187,7 +190,7 @@ def _keeps_artifacts(processor: Any) -> bool:
     return processor.mm_preprocess_cache.enabled or processor.uses_media_artifacts_without_cache
 
 
-def _artifact(processor: Any, image: Image.Image) -> Tensors:
+def _artifact_tensors(processor: Any, image: Image.Image) -> Tensors:
     from sglang.srt.managers.schedule_batch import Modality
     from sglang.srt.multimodal.media_artifacts import MediaArtifactInput
 
@@ -198,7 +201,7 @@ def _artifact(processor: Any, image: Image.Image) -> Tensors:
     return {name: value.cpu() for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _llava(processor: Any, image: Image.Image) -> Tensors:
+def _llava_tensors(processor: Any, image: Image.Image) -> Tensors:
     encoded = io.BytesIO()
     image.save(encoded, "PNG")
     usual = getattr(processor.hf_config, "image_aspect_ratio", None)
@@ -209,7 +212,7 @@ def _llava(processor: Any, image: Image.Image) -> Tensors:
     return {"pixel_values": torch.as_tensor(np.asarray(pixels))}
 
 
-def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
+def _reference_tensors(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
     """Return the tensors that transformers computes from each probe, by name. vLLM and the encoder service
     use the same code."""
     from transformers import AutoImageProcessor
@@ -220,19 +223,19 @@ def _reference(model: EngineModel, ours: Sequence[Tensors]) -> list[Tensors]:
     family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
     asked = {**(family.processor_defaults.get("image", {}) if family else {}), **model.processor_kwargs}
     made: list[Tensors] = []
-    for image, found in zip(probes(), ours, strict=True):
+    for image, found in zip(probe_images(), ours, strict=True):
         values = image_processor(images=image, return_tensors="pt", **asked)
         made.append({name: values[name] for name in found if name in values})
     return made
 
 
-def _agree(a: Tensors, b: Tensors) -> bool:
+def _tensors_match(a: Tensors, b: Tensors) -> bool:
     if a.keys() != b.keys() or not a:
         return False
-    return all(_equal(_flat(a[name]), _flat(b[name])) for name in a)
+    return all(_tensor_matches(_drop_batch_dim(a[name]), _drop_batch_dim(b[name])) for name in a)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tensor_matches(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():
@@ -240,6 +243,6 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.float(), b.float(), rtol=0, atol=_ROUNDING)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _drop_batch_dim(tensor: torch.Tensor) -> torch.Tensor:
     """Remove a batch dimension of one, which some processors add."""
     return tensor.squeeze(0) if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor

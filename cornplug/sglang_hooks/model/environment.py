@@ -2,8 +2,8 @@
 
 Some variables change the arithmetic, or the weights while they are loaded. Such variables are treated like
 `ServerArgs`. A server shares nothing if a variable of SGLang, or of kernels that SGLang uses, is set but is
-in none of the tables. `HARMLESS` lists `SGLANG_*` variables without that prefix, and `OTHERS` lists full
-names.
+in none of the tables. `HARMLESS` lists `SGLANG_*` variables without that prefix, and `HARMLESS_OTHERS` lists
+full names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
-from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, SettingsVerdict, judge
-from cornplug.sglang_hooks.model.server_args_fields import grouped
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, SettingsVerdict, judge_fields
+from cornplug.sglang_hooks.model.server_args_fields import reason_by_name
 
 HARMLESS: Final = {
     "processes, their names, ports and messages": """
@@ -189,7 +189,7 @@ HARMLESS: Final = {
         TEST_STUCK_DP_CONTROLLER TEST_STUCK_SCHEDULER_INIT TEST_STUCK_TOKENIZER TEST_TI2I_INPUT_IMAGE""",
 }
 
-OTHERS: Final = {
+HARMLESS_OTHERS: Final = {
     "processes, their names, ports and messages": """
         HF_HUB_DISABLE_XET""",
     "transport of requests and responses": """
@@ -340,14 +340,14 @@ _REFUSED: Final = {
 }
 
 ENVIRONMENT: Final = FieldTables(
-    of="environment",
+    class_name="environment",
     in_key=dict.fromkeys([_PREFIX + name for name in _VALUES.split()] + _OTHER_VALUES.split(), AS_OVERRIDE),
-    harmless={**grouped(HARMLESS, _PREFIX), **grouped(OTHERS)},
-    refused=grouped(_REFUSED, _PREFIX),
+    harmless={**reason_by_name(HARMLESS, _PREFIX), **reason_by_name(HARMLESS_OTHERS)},
+    refused=reason_by_name(_REFUSED, _PREFIX),
 )
 
 
-def verdict(*, is_local: bool = False) -> SettingsVerdict:
+def classify_environment(*, is_local: bool = False) -> SettingsVerdict:
     """Classify the environment variables of this process, with the values that SGLang reads from them.
 
     `is_local` is True if every file that the server's settings name is on this host.
@@ -365,4 +365,4 @@ def verdict(*, is_local: bool = False) -> SettingsVerdict:
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text
-    return judge(ENVIRONMENT, values, defaults)
+    return judge_fields(ENVIRONMENT, values, defaults)

@@ -12,26 +12,26 @@ from typing import Any, Final
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state
-from cornplug.engine_common.engine_config import judge, remote_code
-from cornplug.engine_common.model_identity import EngineModel, StartedModel, declares_quantization
+from cornplug.engine_common.engine_config import judge_fields, remote_code_digest
+from cornplug.engine_common.model_identity import EngineModel, InitialModel, declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, validated_families
 from cornplug.sglang_hooks.model import environment
-from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
+from cornplug.sglang_hooks.model.server_args_fields import QUANTISED_WEIGHT_FIELDS, SERVER_ARGS
 
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}
 )
 """SGLang's load formats that read only the checkpoint's safetensors."""
 
-_READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
+_READ_SPEED_KEYS: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
 """Keys of `--model-loader-extra-config` that only affect the speed of reading the files."""
 _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
 """Settings that only locate a draft model's files. The draft's fingerprint covers the content of these
 files."""
-_LIBRARIES: Final = ("backend", "device", "use_fast")
+_PROCESSOR_KEYS: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
-_started: Final = StartedModel()
+_started: Final = InitialModel()
 
 
 def engine_model() -> EngineModel:
@@ -40,17 +40,17 @@ def engine_model() -> EngineModel:
 
     After a weight update, the result describes the new weights. Raises CheckpointError if the model cannot be
     identified: "load_format", "settings", "overrides", or "no_settings" if SGLang has not published its
-    settings yet. Also raises the same errors as `Checkpoint.open` and `StartedModel.now`.
+    settings yet. Also raises the same errors as `Checkpoint.open` and `InitialModel.current`.
     """
-    return _started.now(_described)
+    return _started.current(_describe_running)
 
 
-def started_model() -> StartedModel:
+def started_model() -> InitialModel:
     """Return the description of the model with which this process's engine started."""
     return _started
 
 
-def _described() -> EngineModel:
+def _describe_running() -> EngineModel:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
@@ -78,7 +78,7 @@ def describe(settings: Any, model: Any) -> EngineModel:
         engine="sglang",
         validated_families=validated_families(dtype_name(model.dtype)),
         generic_inputs=GENERIC_INPUTS,
-        began_ns=engine_state.current().began_ns(),
+        began_ns=engine_state.current().start_ns(),
         epochs=EPOCHS,
         overrides=_overrides(settings, model, checkpoint),
     )
@@ -127,7 +127,7 @@ def _check_sources(settings: Any, model: Any) -> None:
         )
     extra = settings.model_loader_extra_config or {}
     extra = json.loads(extra) if isinstance(extra, str) else extra
-    if unknown := sorted(extra.keys() - _READING):
+    if unknown := sorted(extra.keys() - _READ_SPEED_KEYS):
         elsewhere.append(f"--model-loader-extra-config {', '.join(unknown)}")
     if elsewhere:
         raise CheckpointError(
@@ -145,23 +145,23 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
-    variables = environment.verdict(is_local=_is_local(settings, model))
-    found = (judge(SERVER_ARGS, values, defaults) | variables).overrides_or_raise()
+    variables = environment.classify_environment(is_local=_is_local(settings, model))
+    found = (judge_fields(SERVER_ARGS, values, defaults) | variables).overrides_or_raise()
     if quantised:
-        chosen = {name: values[name] for name in WHERE_QUANTISED if values[name] != defaults[name]}
-        found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
+        chosen = {name: values[name] for name in QUANTISED_WEIGHT_FIELDS if values[name] != defaults[name]}
+        found |= {f"{SERVER_ARGS.class_name}.{name}": value for name, value in chosen.items()}
     asked = (settings.mm_process_config or {}).get("image") or {}
-    if libraries := {name: asked[name] for name in _LIBRARIES if name in asked}:
+    if libraries := {name: asked[name] for name in _PROCESSOR_KEYS if name in asked}:
         # With these arguments, vLLM loads another image processor. SGLang passes them to its current image
         # processor.
-        found[f"{SERVER_ARGS.of}.mm_process_config"] = libraries
+        found[f"{SERVER_ARGS.class_name}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
     if settings.quantization and not declares_quantization(model.hf_config):
         # If an engine quantises weights while it loads them, the values are specific to the engine, because
         # scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)
-    if settings.trust_remote_code and (code := remote_code(checkpoint.path)):
+    if settings.trust_remote_code and (code := remote_code_digest(checkpoint.path)):
         found["remote_code"] = code
     if plugins := _other_plugins():
         found["sglang_plugins"] = plugins

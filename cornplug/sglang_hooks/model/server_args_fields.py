@@ -13,7 +13,7 @@ from typing import Any, Final
 from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
 
 
-def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
+def reason_by_name(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     """Convert {reason: "name name ..."} to {name: reason}. Raises ValueError if a name occurs twice."""
     found: dict[str, str] = {}
     for reason, names in groups.items():
@@ -23,7 +23,7 @@ def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     return found
 
 
-WHERE_QUANTISED: Final = (
+QUANTISED_WEIGHT_FIELDS: Final = (
     "disable_flashinfer_cutlass_moe_fp4_allgather",
     "flashinfer_mxfp4_moe_precision",
     "fp4_gemm_runner_backend",
@@ -51,7 +51,9 @@ _IDENTIFIED: Final = {
     "digests of adapters' files and of the modules to which they apply, see `namespace_roots`": (
         "lora_paths lora_target_modules"
     ),
-    "part of the key if weights are quantised, see `WHERE_QUANTISED`": " ".join(WHERE_QUANTISED),
+    "part of the key if weights are quantised, see `QUANTISED_WEIGHT_FIELDS`": " ".join(
+        QUANTISED_WEIGHT_FIELDS
+    ),
 }
 
 _VALUES: Final = """
@@ -290,9 +292,9 @@ _REFUSED: Final = {
 }
 
 SERVER_ARGS: Final = FieldTables(
-    of="ServerArgs",
-    in_key={**dict.fromkeys(_VALUES.split(), AS_OVERRIDE), **grouped(_IDENTIFIED)},
-    harmless=grouped(_HARMLESS),
-    refused=grouped(_REFUSED),
+    class_name="ServerArgs",
+    in_key={**dict.fromkeys(_VALUES.split(), AS_OVERRIDE), **reason_by_name(_IDENTIFIED)},
+    harmless=reason_by_name(_HARMLESS),
+    refused=reason_by_name(_REFUSED),
     same_as_default=_SAME,
 )

@@ -34,27 +34,27 @@ def changes_model(recv_req: Any) -> bool:
     return bool(getattr(recv_req, "selector", "all") != "draft")
 
 
-def _update(_self: Any, recv_req: Any) -> None:
+def _before_update(_self: Any, recv_req: Any) -> None:
     # No identity covers a draft model's weights.
     if changes_model(recv_req):
-        _lose(type(recv_req).__name__.removesuffix("ReqInput"))
+        _end_sharing(type(recv_req).__name__.removesuffix("ReqInput"))
 
 
-def _lose(by: str) -> None:
+def _end_sharing(call: str) -> None:
     """End sharing. If trainers' versions are trusted, only pause sharing until the weights have a version
     again."""
     if trusts_versions():
-        weights_guard.begin_update(by, logger)
+        weights_guard.begin_update(call, logger)
     else:
-        weights_guard.note_replaced(by, logger)
+        weights_guard.record_replacement(call, logger)
 
 
-def _release(_self: Any, recv_req: Any) -> None:
-    if loses_weights(recv_req):
-        _lose("release_memory_occupation")
+def _before_release(_self: Any, recv_req: Any) -> None:
+    if discards_weights(recv_req):
+        _end_sharing("release_memory_occupation")
 
 
-def loses_weights(recv_req: Any) -> bool:
+def discards_weights(recv_req: Any) -> bool:
     """Return whether a request that releases memory discards the weights."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -65,18 +65,18 @@ def loses_weights(recv_req: Any) -> bool:
     return bool(lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags))
 
 
-def _check(_self: Any, recv_req: Any) -> None:
+def _before_check_weights(_self: Any, recv_req: Any) -> None:
     # All other actions of this call only read weights.
     if recv_req.action == "reset_tensors" and recv_req.selector != "draft":
-        weights_guard.note_replaced("check_weights reset_tensors", logger)
+        weights_guard.record_replacement("check_weights reset_tensors", logger)
 
 
-def _rpc(_self: Any, recv_req: Any) -> None:
+def _before_rpc(_self: Any, recv_req: Any) -> None:
     if recv_req.method not in _HARMLESS_RPC:
-        weights_guard.note_replaced(f"collective_rpc {recv_req.method}", logger)
+        weights_guard.record_replacement(f"collective_rpc {recv_req.method}", logger)
 
 
-def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
+def _tokenizer_hook(function: Callable[[Any, Any], None]) -> Callable[..., None]:
     """Return a hook that calls `function` in the tokenizer process, where the HTTP request arrives."""
 
     def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
@@ -87,17 +87,17 @@ def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-_CHANGES: Final = (
-    ("begin_weight_update", _update),
-    ("update_weights_from_distributed", _update),
-    ("update_weights_from_tensor", _update),
-    ("update_weights_from_ipc", _update),
-    ("release_memory_occupation", _release),
-    ("check_weights", _check),
+_HOOKED_CALLS: Final = (
+    ("begin_weight_update", _before_update),
+    ("update_weights_from_distributed", _before_update),
+    ("update_weights_from_tensor", _before_update),
+    ("update_weights_from_ipc", _before_update),
+    ("release_memory_occupation", _before_release),
+    ("check_weights", _before_check_weights),
 )
 
 HOOKS: tuple[Hook, ...] = (
-    *(Hook(f"{_SCHEDULER}.{name}", "before", function) for name, function in _CHANGES),
-    *(Hook(f"{_TOKENIZER}.{name}", "before", _in_tokenizer(function)) for name, function in _CHANGES),
-    Hook("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", "before", _rpc),
+    *(Hook(f"{_SCHEDULER}.{name}", "before", function) for name, function in _HOOKED_CALLS),
+    *(Hook(f"{_TOKENIZER}.{name}", "before", _tokenizer_hook(function)) for name, function in _HOOKED_CALLS),
+    Hook("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", "before", _before_rpc),
 )

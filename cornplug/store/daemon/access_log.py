@@ -47,7 +47,7 @@ class LoggedCall(msgspec.Struct, frozen=True):
     entries: list[LoggedEntry]
 
 
-class NotedEntry(Protocol):
+class LoggableEntry(Protocol):
     """Fields of a stored entry that the log uses."""
 
     @property
@@ -55,7 +55,7 @@ class NotedEntry(Protocol):
     @property
     def app(self) -> str: ...
     @property
-    def room(self) -> int: ...
+    def aligned_bytes(self) -> int: ...
     @property
     def cost_s(self) -> float: ...
 
@@ -76,14 +76,14 @@ class AccessLog:
                 "Choose a file in a folder that belongs to you.",
             ) from e
         self._path, self._left_bytes = path, max_bytes - os.fstat(self._file.fileno()).st_size
-        self._ended = False
+        self._stopped = False
 
-    def note(self, op: Literal["get", "put"], entries: Sequence[NotedEntry], now_s: float) -> None:
+    def log(self, op: Literal["get", "put"], entries: Sequence[LoggableEntry], now_s: float) -> None:
         """Log one call's entries, in their order."""
         by_app: dict[str, list[LoggedEntry]] = {}
         for one in entries:
             tag = one.key[:_TAG_BYTES].hex()
-            by_app.setdefault(one.app, []).append(LoggedEntry(tag, one.room, one.cost_s))
+            by_app.setdefault(one.app, []).append(LoggedEntry(tag, one.aligned_bytes, one.cost_s))
         for app, noted in by_app.items():
             self._write(_encoder.encode(LoggedCall(round(now_s, 6), app, op, noted)) + b"\n")
 
@@ -96,16 +96,16 @@ class AccessLog:
 
     def _write(self, line: bytes) -> None:
         self._left_bytes -= len(line)
-        if self._ended:
+        if self._stopped:
             return
         if self._left_bytes < 0:
-            self._end("the file has reached its maximum size")
+            self._stop("the file has reached its maximum size")
             return
         try:
             self._file.write(line)
         except OSError as e:
-            self._end(e.strerror)
+            self._stop(e.strerror)
 
-    def _end(self, why: str | None) -> None:
-        self._ended = True
+    def _stop(self, why: str | None) -> None:
+        self._stopped = True
         _log.warning("reads and writes are no longer logged to %s: %s", self._path, why)

@@ -20,9 +20,9 @@ from cornplug.store.daemon.placement import EntryPlacement
 HEADROOM_BYTES: Final = 64 << 20
 """Bytes that are kept allocated beyond the memory in use. A sixteenth of the store is kept if that is
 more."""
-_MOST_HEADROOM_BYTES: Final = 1 << 30
+_MAX_HEADROOM_BYTES: Final = 1 << 30
 _GROW_BY_BYTES: Final = 1 << 20
-_STEP_BYTES: Final = 32 << 20
+_MAX_STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
 """Time in seconds until the next attempt after an allocation failed."""
 
@@ -35,9 +35,9 @@ class ArenaGrowth:
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
-        self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
+        self._headroom_bytes = max(HEADROOM_BYTES, min(_MAX_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._changed = threading.Condition()
-        self._target_bytes = self._made_bytes = 0
+        self._target_bytes = self._grown_bytes = 0
         self._stop = False
         self.exhausted = False
         """Whether the last attempt found no memory."""
@@ -48,7 +48,7 @@ class ArenaGrowth:
     def fileno(self) -> int:
         return self._ready
 
-    def first(self) -> int:
+    def allocate_initial(self) -> int:
         """Allocate memory for the first clients now, and return its size in bytes."""
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
@@ -57,12 +57,14 @@ class ArenaGrowth:
         index evicts entries."""
         return 0 if self.exhausted else None
 
-    def keep_ahead(self, placed: EntryPlacement) -> None:
+    def keep_headroom(self, placement: EntryPlacement) -> None:
         """Start to grow the arena if it has too little memory for new entries."""
-        target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
-        self.want(min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES))
+        target = max(
+            placement.used_bytes + self._headroom_bytes, placement.end_bytes + placement.shortfall_bytes
+        )
+        self.request_growth(min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES))
 
-    def want(self, target_bytes: int) -> None:
+    def request_growth(self, target_bytes: int) -> None:
         """Let the thread grow the arena to `target_bytes`, and return immediately."""
         with self._changed:
             if target_bytes > self._target_bytes:
@@ -74,7 +76,7 @@ class ArenaGrowth:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._ready)
         with self._changed:
-            made, self._made_bytes = self._made_bytes, 0
+            made, self._grown_bytes = self._grown_bytes, 0
         return made
 
     def close(self) -> None:
@@ -93,7 +95,7 @@ class ArenaGrowth:
                 _log.error("no memory for the store: %s", e)
                 made = 0
             with self._changed:
-                self._made_bytes += made
+                self._grown_bytes += made
                 self.exhausted = not made
             os.eventfd_write(self._ready, 1)
 
@@ -104,4 +106,4 @@ class ArenaGrowth:
                 self._changed.wait_for(lambda: self._stop, timeout=RETRY_S)
             self._changed.wait_for(lambda: self._stop or self._target_bytes > self._arena.backed_bytes)
             missing = self._target_bytes - self._arena.backed_bytes
-            return None if self._stop else min(missing, _STEP_BYTES)
+            return None if self._stop else min(missing, _MAX_STEP_BYTES)

@@ -25,7 +25,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from cornplug.settings import DEFAULT_NAMESPACE, NamespaceConfig
 from cornplug.store.daemon.reservations import ExpiryBuckets
 
-_BELOW_CEILING: Final = 0.75
+_CEILING_RESET_FRACTION: Final = 0.75
 """Fraction of its ceiling below which a namespace that reached its ceiling may evict entries of other
 namespaces again. Victims are adjacent and can be larger than the new entry. Without this margin, other
 namespaces would lose the difference each time."""
@@ -42,7 +42,7 @@ class PolicyEntry(Protocol):
     @property
     def app(self) -> str: ...
     @property
-    def room(self) -> int: ...
+    def aligned_bytes(self) -> int: ...
     @property
     def cost_s(self) -> float:
         """Seconds to recompute the entry, or 0 if its writer reported none."""
@@ -63,21 +63,21 @@ class _Namespace(Generic[E]):
         self.ceiling_bytes = int(rules.ceiling * capacity_bytes) if rules.ceiling < 1 else math.inf
         self.used_bytes = 0
         """Bytes of entries and reservations."""
-        self.at_ceiling = False
-        """Whether the namespace has reached its ceiling and its bytes have not fallen below `_BELOW_CEILING`
-        of the ceiling since."""
+        self.is_at_ceiling = False
+        """Whether the namespace has reached its ceiling and its bytes have not fallen below
+        `_CEILING_RESET_FRACTION` of the ceiling since."""
         self.cost_ns = self.costed_bytes = 0
         """Total cost in nanoseconds and total bytes of entries whose writer reported a cost. These are
         integers, so that subtraction is exact."""
         self.oldest_first: OrderedDict[bytes, E] = OrderedDict()
         """Entries that may be evicted, least recently used first."""
 
-    def excess(self, room: int) -> float:
-        """Return the bytes by which the namespace would exceed its share with `room` more bytes, divided by
-        the nanoseconds to recompute one of its bytes. The result is at most 0 if the share is not
+    def weighted_excess(self, size_bytes: int) -> float:
+        """Return the bytes by which the namespace would exceed its share with `size_bytes` more bytes,
+        divided by the nanoseconds to recompute one of its bytes. The result is at most 0 if the share is not
         exceeded."""
         cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
-        return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
+        return (self.used_bytes + size_bytes - self.share_bytes) / max(cost_ns, 1e-9)
 
 
 class EvictionPolicy(Generic[E]):
@@ -98,7 +98,7 @@ class EvictionPolicy(Generic[E]):
         self._expiry_of: dict[E, int] = {}
         self._uses = 0
 
-    def name_of(self, app: str) -> str:
+    def namespace_of(self, app: str) -> str:
         """Return the namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
@@ -109,11 +109,11 @@ class EvictionPolicy(Generic[E]):
 
     def rules_of(self, app: str) -> NamespaceConfig:
         """Return the rules of an app's namespace."""
-        return self._of(app).rules
+        return self._space_of(app).rules
 
     def ttl_s(self, app: str) -> float | None:
         """Return the time to live of an app's entries, or None if it is unlimited."""
-        return self._of(app).rules.ttl_s
+        return self._space_of(app).rules.ttl_s
 
     @property
     def names(self) -> list[str]:
@@ -129,29 +129,29 @@ class EvictionPolicy(Generic[E]):
         space = self._namespaces[name]
         return space.share_bytes, int(min(space.ceiling_bytes, space.capacity_bytes))
 
-    def charge(self, app: str, room: int) -> None:
-        """Add `room` bytes to the app's namespace, or subtract them if negative."""
-        space = self._of(app)
-        space.used_bytes += room
-        if space.used_bytes < _BELOW_CEILING * space.ceiling_bytes:
-            space.at_ceiling = False
+    def charge(self, app: str, size_bytes: int) -> None:
+        """Add `size_bytes` bytes to the app's namespace, or subtract them if negative."""
+        space = self._space_of(app)
+        space.used_bytes += size_bytes
+        if space.used_bytes < _CEILING_RESET_FRACTION * space.ceiling_bytes:
+            space.is_at_ceiling = False
 
     def add(self, entry: E, *, now_s: float) -> None:
         """Add an entry as the most recently used of its namespace. The caller has charged its bytes."""
-        space = self._of(entry.app)
+        space = self._space_of(entry.app)
         if entry.cost_s:
-            space.cost_ns += _ns(entry)
-            space.costed_bytes += entry.room
+            space.cost_ns += _cost_ns(entry)
+            space.costed_bytes += entry.aligned_bytes
         if space.rules.ttl_s is not None:
             self._expiry_of[entry] = self._expiries.add(entry, now_s + space.rules.ttl_s)
         self.unpin(entry)
 
     def remove(self, entry: E) -> None:
         """Remove an entry. Its bytes stay charged, because a reader may still use them."""
-        space = self._of(entry.app)
+        space = self._space_of(entry.app)
         if entry.cost_s:
-            space.cost_ns -= _ns(entry)
-            space.costed_bytes -= entry.room
+            space.cost_ns -= _cost_ns(entry)
+            space.costed_bytes -= entry.aligned_bytes
         expires = self._expiry_of.pop(entry, None)
         if expires is not None:
             self._expiries.discard(entry, expires)
@@ -159,81 +159,82 @@ class EvictionPolicy(Generic[E]):
 
     def pin(self, entry: E) -> None:
         """Exclude an entry from eviction because it has a lease."""
-        self._of(entry.app).oldest_first.pop(entry.key, None)
+        self._space_of(entry.app).oldest_first.pop(entry.key, None)
 
     def unpin(self, entry: E) -> None:
         """Allow an entry's eviction, as the most recently used of its namespace. For entries of one prefix,
         call this tail first."""
-        space = self._of(entry.app)
-        self._used(entry)
+        space = self._space_of(entry.app)
+        self._mark_used(entry)
         if not space.rules.pinned:
             space.oldest_first[entry.key] = entry
 
     def touch(self, entry: E) -> None:
         """Mark an entry as the most recently used of its namespace, if it can be evicted."""
-        oldest_first = self._of(entry.app).oldest_first
+        oldest_first = self._space_of(entry.app).oldest_first
         if entry.key in oldest_first:
-            self._used(entry)
+            self._mark_used(entry)
             oldest_first.move_to_end(entry.key)
 
-    def _used(self, entry: E) -> None:
+    def _mark_used(self, entry: E) -> None:
         self._uses += 1
         entry.last_use = self._uses
 
-    def expired(self, now_s: float, limit: int) -> list[E]:
+    def pop_expired(self, now_s: float, limit: int) -> list[E]:
         """Return at most `limit` entries whose time to live has passed. The caller removes them."""
-        due = self._expiries.due(now_s, limit)
+        due = self._expiries.pop_due(now_s, limit)
         for entry in due:
             del self._expiry_of[entry]
         return due
 
-    def ceiling_victims(self, app: str, room: int) -> list[E] | None:
-        """Return the entries to evict from the app's namespace so that it stays below its ceiling with `room`
-        more bytes. The least recently used entry is first. Returns None if evictions are not enough."""
-        space = self._of(app)
-        missing, victims = space.used_bytes + room - space.ceiling_bytes, []
-        space.at_ceiling = space.at_ceiling or missing > 0
+    def ceiling_victims(self, app: str, size_bytes: int) -> list[E] | None:
+        """Return the entries to evict from the app's namespace so that it stays below its ceiling with
+        `size_bytes` more bytes. The least recently used entry is first. Returns None if evictions are not
+        enough."""
+        space = self._space_of(app)
+        missing, victims = space.used_bytes + size_bytes - space.ceiling_bytes, []
+        space.is_at_ceiling = space.is_at_ceiling or missing > 0
         for entry in space.oldest_first.values():
             if missing <= 0:
                 break
             victims.append(entry)
-            missing -= entry.room
+            missing -= entry.aligned_bytes
         return victims if missing <= 0 else None
 
-    def at_ceiling(self, app: str) -> bool:
+    def is_at_ceiling(self, app: str) -> bool:
         """Return whether the app's namespace may evict only its own entries."""
-        return self._of(app).at_ceiling
+        return self._space_of(app).is_at_ceiling
 
-    def within_share(self, app: str, room: int) -> bool:
-        """Return whether `room` more bytes are within the share of the app's namespace."""
-        space = self._of(app)
-        return space.used_bytes + room <= space.share_bytes
+    def is_within_share(self, app: str, size_bytes: int) -> bool:
+        """Return whether `size_bytes` more bytes are within the share of the app's namespace."""
+        space = self._space_of(app)
+        return space.used_bytes + size_bytes <= space.share_bytes
 
-    def search(
-        self, app: str, room: int, *, beyond_shares: bool = False, only_own: bool = False
+    def search_victims(
+        self, app: str, size_bytes: int, *, beyond_shares: bool = False, only_own: bool = False
     ) -> VictimSearch[E]:
-        """Return a search for victims, to make space for an entry of `app` that takes `room` bytes.
+        """Return a search for victims, to make space for an entry of `app` that takes `size_bytes` bytes.
 
         Args:
             beyond_shares: Whether entries next to a victim may belong to any namespace that is not pinned.
             only_own: Whether all victims must belong to the app's namespace, because it is at its ceiling.
         """
-        own = self._of(app)
+        own = self._space_of(app)
         if only_own:
-            return VictimSearch([own], own, False, self._of, self._uses, only_own=True)
+            return VictimSearch([own], own, False, self._space_of, self._uses, only_own=True)
         if len(self._namespaces) == 1:
-            return VictimSearch([own], own, beyond_shares, self._of, self._uses)
+            return VictimSearch([own], own, beyond_shares, self._space_of, self._uses)
         ranked = [
             (one.rules.priority, -excess, i, one)
             for i, one in enumerate(self._namespaces.values())
-            if one.oldest_first and (excess := one.excess(room if one is own else 0)) > 0
+            if one.oldest_first and (excess := one.weighted_excess(size_bytes if one is own else 0)) > 0
         ]
         sources = [one for *_, one in sorted(ranked, key=lambda each: each[:3])]
         if own not in sources:
             sources.append(own)
-        return VictimSearch(sources, own, beyond_shares, self._of, self._uses)
+        return VictimSearch(sources, own, beyond_shares, self._space_of, self._uses)
 
-    def _of(self, app: str) -> _Namespace[E]:
+    def _space_of(self, app: str) -> _Namespace[E]:
         return self._namespaces[self._name_of_app.get(app, DEFAULT_NAMESPACE)]
 
 
@@ -244,7 +245,7 @@ class VictimSearch(Generic[E]):
     def __init__(
         self,
         sources: list[_Namespace[E]],
-        own: _Namespace[E],
+        own_space: _Namespace[E],
         beyond_shares: bool,
         namespace_of: Callable[[str], _Namespace[E]],
         uses: int,
@@ -253,43 +254,43 @@ class VictimSearch(Generic[E]):
     ) -> None:
         """Create a search. `uses` is the number of uses so far, summed over all entries."""
         self._only_own = only_own
-        self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
+        self._sources, self._own_space, self._beyond_shares = sources, own_space, beyond_shares
         self._namespace_of, self._uses = namespace_of, uses
-        self._taken: Counter[_Namespace[E]] = Counter()
+        self._run_bytes: Counter[_Namespace[E]] = Counter()
 
     def __iter__(self) -> Iterator[E]:
         """Yield entries from which a run can start, best first."""
         for space in self._sources:
             for entry in space.oldest_first.values():
-                self._taken.clear()
-                if self.take(entry):
+                self._run_bytes.clear()
+                if self.try_add(entry):
                     yield entry
-                elif space is not self._own:
+                elif space is not self._own_space:
                     break
 
-    def source(self, entry: E) -> object:
+    def group_of(self, entry: E) -> object:
         """Return the entry's namespace, within which entries are chosen by age."""
         return self._namespace_of(entry.app)
 
-    def loss(self, room: int, entry: E) -> float:
-        """Return the value of `room` bytes that were last used together with `entry`. The value decreases
-        with the time since that use."""
-        return room / (self._uses - entry.last_use + 1)
+    def loss(self, size_bytes: int, entry: E) -> float:
+        """Return the value of `size_bytes` bytes that were last used together with `entry`. The value
+        decreases with the time since that use."""
+        return size_bytes / (self._uses - entry.last_use + 1)
 
-    def take(self, entry: E) -> bool:
+    def try_add(self, entry: E) -> bool:
         """Return whether this run may also evict `entry`, which has no reader. If so, add it to the run."""
         space = self._namespace_of(entry.app)
         if space.rules.pinned:
             return False
-        if space is self._own or self._beyond_shares:
+        if space is self._own_space or self._beyond_shares:
             return True
         if self._only_own:
             return False
-        if space.used_bytes - self._taken[space] - entry.room < space.share_bytes:
+        if space.used_bytes - self._run_bytes[space] - entry.aligned_bytes < space.share_bytes:
             return False
-        self._taken[space] += entry.room
+        self._run_bytes[space] += entry.aligned_bytes
         return True
 
 
-def _ns(entry: PolicyEntry) -> int:
+def _cost_ns(entry: PolicyEntry) -> int:
     return round(entry.cost_s * 1e9)

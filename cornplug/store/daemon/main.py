@@ -22,50 +22,52 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from cornplug import config
-from cornplug.errors import ConfigError, SocketTaken
+from cornplug.errors import ConfigError, SocketInUse
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
-from cornplug.settings import parse_size
-from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.settings import parse_size_argument
+from cornplug.store.arena import SharedArena, choose_store_size
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.server import OpenedTiers, ServedSocket, StoreServer
 from cornplug.store.daemon_link import LOG_BYTES
 
 if TYPE_CHECKING:
-    from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.disk.segment_files import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
 
-MOST_LINES: Final = 10
+MAX_LINES: Final = 10
 """Maximum number of lines of one kind within PERIOD_S. Further lines are dropped. The next line of that kind
 contains the number of dropped lines.
 """
 PERIOD_S: Final = 60.0
-_ENDS: Final = (signal.SIGTERM, signal.SIGINT)
-EXIT_TAKEN: Final = 3
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+EXIT_SOCKET_IN_USE: Final = 3
 """Exit status if another store serves this socket."""
 _LOCK_WAIT_S: Final = 2.0
-_DESCRIPTORS: Final = 65536
+_DESCRIPTOR_LIMIT: Final = 65536
 _log = logging.getLogger("cornplug.store")
 
 
-def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
+def main(argv: list[str], starter_settings: Mapping[str, Any] | None = None) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Returns exit status 0 after a signal, 2 for a wrong setting, and 3 if another store serves this socket.
 
     Args:
-        starter: Settings (`config.portable`) of the client that starts this store. None: use the settings
-            from the environment.
+        starter_settings: Settings (`config.dump_portable`) of the client that starts this store. None: use
+            the settings from the environment.
     """
     try:
-        settings = (config.load() if starter is None else config.load_portable(starter)).store
+        settings = (
+            config.load() if starter_settings is None else config.load_portable(starter_settings)
+        ).store
         options = store_parser(settings).parse_args(argv)
         if options.detach and os.fork():
             # The starter waits only for this process, so it does not have to reap the daemon.
             os._exit(0)
         logging.basicConfig(
-            handlers=[BoundedLog(sys.stderr, most_bytes=LOG_BYTES if options.detach else None)],
+            handlers=[RateLimitedHandler(sys.stderr, max_bytes=LOG_BYTES if options.detach else None)],
             level=logging.INFO,
             format="%(asctime)s %(levelname)s %(process)d %(message)s",
         )
@@ -88,7 +90,7 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--size",
-        type=parse_size,
+        type=parse_size_argument,
         default=defaults.size_bytes,
         help="maximum size, for example 4GiB or 512MiB (default: a quarter of the available memory)",
     )
@@ -101,7 +103,7 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--disk-size",
-        type=parse_size,
+        type=parse_size_argument,
         metavar="SIZE",
         default=defaults.disk_size_bytes,
         help="maximum size of the files in that folder, for example 500GiB (default: half of the free space)",
@@ -154,13 +156,13 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
     # Once the socket exists, another process can signal this one, which must then shut down properly. It is
     # not enough to block the signals, because a library's thread could receive them.
     early: list[int] = []
-    for number in _ENDS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, lambda number, _: early.append(number))
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
-    except SocketTaken:
+    except SocketInUse:
         _log.error("another store serves %s, so this process ends", path)
-        return EXIT_TAKEN
+        return EXIT_SOCKET_IN_USE
     try:
         _serve_claimed(claim, options, secret, settings, early)
     finally:
@@ -174,11 +176,11 @@ def _serve_claimed(
     options: argparse.Namespace,
     secret: bytes,
     settings: config.StoreConfig,
-    early: Sequence[int],
+    early_signals: Sequence[int],
 ) -> None:
-    """Serve until a signal. `early` contains signals that have already been received."""
-    arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
-    disk = _disk(options, secret, settings)
+    """Serve until a signal. `early_signals` contains signals that have already been received."""
+    arena = SharedArena(choose_store_size(options.size, clamp=options.clamp))
+    disk = _open_disk(options, secret, settings)
     server = StoreServer(
         ServedSocket(claim.listener, claim.renew, options.idle_exit_s),
         arena,
@@ -186,7 +188,7 @@ def _serve_claimed(
         times=ReservationTimes(options.quarantine_s),
         namespaces=settings.namespaces,
         access_log=settings.access_log,
-        tiers=OpenedTiers(disk, _far(options, secret, settings)),
+        tiers=OpenedTiers(disk, _open_far(options, secret, settings)),
     )
 
     endpoint = None
@@ -196,7 +198,7 @@ def _serve_claimed(
 
         endpoint = open_endpoint(settings.metrics)
         if endpoint is not None:
-            server.telemetry.show = endpoint.show
+            server.telemetry.publish = endpoint.publish
 
     def end(number: int, _: object) -> None:
         _log.info("received %s, so this store ends", signal.Signals(number).name)
@@ -204,9 +206,9 @@ def _serve_claimed(
 
     # The daemon creates almost no reference cycles, and a collection would delay a request by milliseconds.
     gc.disable()
-    for number in _ENDS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, end)
-    for come in early:
+    for come in early_signals:
         end(come, None)
     _log.info(
         "serving clients on %s, with up to %d MiB of memory", options.socket, arena.capacity_bytes >> 20
@@ -219,7 +221,7 @@ def _serve_claimed(
         arena.close()
 
 
-def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
+def _open_disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
     """Open the disk that the settings select, or return None if no disk is set.
 
     Raises ConfigError if the disk cannot be used. A store started by an engine runs without the disk instead.
@@ -227,7 +229,7 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
     if options.disk is None:
         return None
     # Imported here, so that a store without a disk starts faster.
-    from cornplug.store.disk.open_disk import open_disk
+    from cornplug.store.disk.segment_files import open_disk
 
     path, size_bytes = options.disk.absolute(), options.disk_size
     try:
@@ -241,7 +243,7 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
     return disk
 
 
-def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
+def _open_far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
     """Open the far stores that the settings select, or return None if no far store is set.
 
     Raises ConfigError if a far store cannot be opened. A store started by an engine runs without far stores
@@ -280,53 +282,53 @@ def _reset_cpu_affinity() -> None:
 def _raise_descriptor_limit() -> None:
     """Raise the soft limit of file descriptors, because each client needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    wanted = _DESCRIPTOR_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTOR_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class BoundedLog(logging.StreamHandler[TextIO]):
-    """Log handler that writes at most `MOST_LINES` lines of one kind per minute. Lines are of the same kind
+class RateLimitedHandler(logging.StreamHandler[TextIO]):
+    """Log handler that writes at most `MAX_LINES` lines of one kind per minute. Lines are of the same kind
     if they have the same logger and the same format string.
 
     Args:
-        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending. None: never.
+        max_bytes: Size beyond which the log is emptied, if it is a file opened for appending. None: never.
     """
 
-    def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:
+    def __init__(self, stream: TextIO, *, max_bytes: int | None = None) -> None:
         super().__init__(stream)
-        self._most_bytes = most_bytes
-        self._kinds: dict[tuple[str, str], _Kind] = {}
-        self.addFilter(self._may_pass)
+        self._max_bytes = max_bytes
+        self._kinds: dict[tuple[str, str], _LineKind] = {}
+        self.addFilter(self._should_emit)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._most_bytes is not None:
+        if self._max_bytes is not None:
             fd = self.stream.fileno()
-            if os.fstat(fd).st_size > self._most_bytes:
+            if os.fstat(fd).st_size > self._max_bytes:
                 os.ftruncate(fd, 0)
         super().emit(record)
 
-    def _may_pass(self, record: logging.LogRecord) -> bool:
+    def _should_emit(self, record: logging.LogRecord) -> bool:
         now_s = time.monotonic()
-        kind = self._kinds.setdefault((record.name, str(record.msg)), _Kind(now_s))
+        kind = self._kinds.setdefault((record.name, str(record.msg)), _LineKind(now_s))
         if now_s - kind.began_s >= PERIOD_S:
             kind.began_s, kind.lines = now_s, 0
         kind.lines += 1
-        if kind.lines > MOST_LINES:
-            kind.left_out += 1
+        if kind.lines > MAX_LINES:
+            kind.dropped += 1
             return False
-        if kind.left_out:
-            record.msg = f"{record.getMessage()} ({kind.left_out} lines like this were left out)"
-            record.args, kind.left_out = (), 0
+        if kind.dropped:
+            record.msg = f"{record.getMessage()} ({kind.dropped} lines like this were left out)"
+            record.args, kind.dropped = (), 0
         return True
 
 
-class _Kind:
+class _LineKind:
     """Counts of log lines of one kind in the period that began at `began_s`."""
 
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
-        self.lines = self.left_out = 0
+        self.lines = self.dropped = 0
 
 
 if __name__ == "__main__":

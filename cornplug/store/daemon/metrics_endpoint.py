@@ -15,8 +15,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from cornplug.metrics import STORE_METRICS
-from cornplug.settings import metrics_address
-from cornplug.store.daemon.store_counters import AGE_BUCKETS_S, ANSWER_BUCKETS_S, Samples, StoreSnapshot
+from cornplug.settings import parse_metrics_address
+from cornplug.store.daemon.store_counters import (
+    AGE_BUCKETS_S,
+    REQUEST_BUCKETS_S,
+    HistogramSamples,
+    StoreSnapshot,
+)
 from cornplug.store.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"
@@ -34,20 +39,20 @@ class MetricsEndpoint:
 
     def __init__(self, address: str) -> None:
         self._latest: StoreSnapshot | None = None
-        host, port = metrics_address(address)
+        host, port = parse_metrics_address(address)
         registry = CollectorRegistry()
         registry.register(self)
         self._server, _ = start_http_server(port, host, registry)
         self.port: int = self._server.server_port
 
-    def show(self, snapshot: StoreSnapshot) -> None:
+    def publish(self, snapshot: StoreSnapshot) -> None:
         """Serve this snapshot from now on."""
         self._latest = snapshot
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. prometheus_client calls this for each scrape."""
         if self._latest is not None:
-            yield from families(self._latest)
+            yield from metric_families(self._latest)
 
     def close(self) -> None:
         """Stop serving."""
@@ -65,11 +70,13 @@ def open_endpoint(address: str) -> MetricsEndpoint | None:
             address, e.strerror or e,
         )  # fmt: skip
         return None
-    _log.info("Prometheus metrics are at http://%s:%d/metrics", metrics_address(address)[0], endpoint.port)
+    _log.info(
+        "Prometheus metrics are at http://%s:%d/metrics", parse_metrics_address(address)[0], endpoint.port
+    )
     return endpoint
 
 
-def families(now: StoreSnapshot) -> Iterator[Metric]:
+def metric_families(now: StoreSnapshot) -> Iterator[Metric]:
     """Yield all metrics of `STORE_METRICS`, in its order."""
     values = _values(now)
     for name, metric in STORE_METRICS.items():
@@ -172,21 +179,21 @@ def _by_outcome(counts: Mapping[str, int], success: str) -> Mapping[tuple[str, .
 
 def _histograms(
     now: StoreSnapshot,
-) -> Mapping[str, tuple[Sequence[float], Mapping[tuple[str, ...], Samples]]]:
+) -> Mapping[str, tuple[Sequence[float], Mapping[tuple[str, ...], HistogramSamples]]]:
     return {
         "cornplug_store_eviction_age_seconds": (
             AGE_BUCKETS_S,
-            {(name, MEMORY): samples for name, samples in now.ages.items()},
+            {(name, MEMORY): samples for name, samples in now.eviction_ages.items()},
         ),
         "cornplug_store_request_seconds": (
-            ANSWER_BUCKETS_S,
-            {(request,): samples for request, samples in now.answers.items()},
+            REQUEST_BUCKETS_S,
+            {(request,): samples for request, samples in now.request_times.items()},
         ),
     }
 
 
 def _histogram(
-    name: str, bounds_s: Sequence[float], samples: Mapping[tuple[str, ...], Samples]
+    name: str, bounds_s: Sequence[float], samples: Mapping[tuple[str, ...], HistogramSamples]
 ) -> HistogramMetricFamily:
     metric = STORE_METRICS[name]
     family = HistogramMetricFamily(name, metric.help, labels=metric.labels)

@@ -7,9 +7,10 @@ by_end       end -> entry       the same
 A payload is contiguous, so it is not enough to free as many bytes as it has. If victims were chosen by age
 alone, most of an arena of small entries could be evicted before two holes happen to be adjacent. Instead the
 hole of an old entry grows over its neighbours, the older neighbour first, until the payload fits. These
-adjacent entries are a run. A run has about `room` bytes, at any fragmentation, and nothing is evicted if the
-search cannot succeed. Of several runs, the run whose bytes have been unused longest is evicted. A search that
-takes too long ends without success, and the next search continues with the next entries.
+adjacent entries are a run. A run has about as many bytes as the payload, at any fragmentation, and nothing is
+evicted if the search cannot succeed. Of several runs, the run whose bytes have been unused longest is
+evicted. A search that takes too long ends without success, and the next search continues with the next
+entries.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import ArenaAllocator
 from cornplug.store.base import PayloadLocation, ReserveRefusal
-from cornplug.store.daemon.allocator import ArenaAllocator
 from cornplug.store.daemon.eviction_policy import EvictionPolicy
 
 _RUN_BYTES: Final = 256 << 10
-_RUNS_LEAST, _RUNS_MOST = 8, 128
+_MIN_RUNS, _MAX_RUNS = 8, 128
 """Minimum and maximum number of runs to compare. Between these bounds, a search compares one run per 256 KiB
 of the payload, which takes a few percent of the time to copy the payload. With a single run, the store has
 0.89 to 0.96 of the byte hits of an LRU that ignores placement. With this number of runs it has 0.98
 (`tests/store/daemon/test_byte_hits.py`)."""
-_AS_GOOD_AS_OLDEST: Final = 1.25
+_GOOD_ENOUGH_RATIO: Final = 1.25
 """If the loss of a run is at most this many times the loss of equally many bytes of the oldest entry's age,
 the search does not look for a better run."""
-MAX_LOOKS: Final = 8192
-"""Maximum number of entries that one call of `reserve` examines in search of victims. This takes about 10 ms.
+MAX_EXAMINED_ENTRIES: Final = 8192
+"""Maximum number of entries that one call of `allocate` examines in search of victims. This takes about 10
+ms.
 """
 Grow = Callable[[int], int | None]
 """Function that requests a number of bytes at the arena's end. It returns the number of bytes that it added,
@@ -48,7 +50,7 @@ class EvictableEntry(Protocol):
     @property
     def location(self) -> PayloadLocation: ...
     @property
-    def room(self) -> int: ...
+    def aligned_bytes(self) -> int: ...
     @property
     def readers(self) -> int: ...
     @property
@@ -59,30 +61,30 @@ class EvictableEntry(Protocol):
 E = TypeVar("E", bound=EvictableEntry)
 
 
-class VictimChoice(Protocol[E]):
+class VictimCandidates(Protocol[E]):
     """Entries that one payload may evict, by the rules of `eviction_policy.py`."""
 
     def __iter__(self) -> Iterator[E]:
         """Yield entries from which a run can start, best first."""
 
-    def source(self, entry: E) -> object:
+    def group_of(self, entry: E) -> object:
         """Return the group of entries within which victims are chosen by age. Runs of different groups are
         not compared."""
 
-    def loss(self, room: int, entry: E) -> float:
-        """Return the value of `room` bytes that were last used together with `entry`."""
+    def loss(self, size_bytes: int, entry: E) -> float:
+        """Return the value of `size_bytes` bytes that were last used together with `entry`."""
 
-    def take(self, entry: E) -> bool:
+    def try_add(self, entry: E) -> bool:
         """Return whether this run may also evict `entry`. If so, add it to the run."""
 
 
 @dataclass(slots=True)
-class LookBudget:
+class SearchBudget:
     """Number of entries that a search may still examine. It is limited because all clients wait for the
     search."""
 
-    left: int
-    most: int
+    remaining: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,50 +94,53 @@ class EvictionPlan(Generic[E]):
     victims: list[E]
     """Entries to evict. If the budget was spent before the hole was large enough, these are the victims so
     far."""
-    enough: bool
+    is_sufficient: bool
     """Whether the eviction creates a hole of the required size."""
-    tried: list[E]
+    tried_seeds: list[E]
     """Entries from which the search started without success. The next search should start from other
     entries."""
 
 
 def plan_eviction(
-    room: int,
-    choice: VictimChoice[E],
+    size_bytes: int,
+    candidates: VictimCandidates[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
     holes: ArenaAllocator,
-    looks: LookBudget,
+    budget: SearchBudget,
 ) -> EvictionPlan[E]:
-    """Return the entries to evict so that a hole of `room` bytes appears. Changes nothing but `looks`."""
+    """Return the entries to evict so that a hole of `size_bytes` bytes appears. Changes nothing but
+    `examined_entries`."""
     tried: list[E] = []
     members: set[int] = set()
     best: list[E] = []
     least, good, source = math.inf, 0.0, None
-    runs = min(max(room // _RUN_BYTES, _RUNS_LEAST), _RUNS_MOST)
-    for oldest in choice:
-        if looks.left <= 0:
+    runs = min(max(size_bytes // _RUN_BYTES, _MIN_RUNS), _MAX_RUNS)
+    for oldest in candidates:
+        if budget.remaining <= 0:
             break
         # Half of the looks are kept for later payloads of the call, instead of comparing more runs.
-        if best and (not runs or looks.left < looks.most // 2 or choice.source(oldest) is not source):
+        if best and (
+            not runs or budget.remaining < budget.total // 2 or candidates.group_of(oldest) is not source
+        ):
             break
-        begun = looks.left
-        looks.left -= 1
+        begun = budget.remaining
+        budget.remaining -= 1
         tried.append(oldest)
         if oldest.location.offset in members:
             continue
         runs -= 1
-        good = good or _AS_GOOD_AS_OLDEST * choice.loss(room, oldest)
-        victims, size, bounded = _run_around(oldest, room, choice, by_offset, by_end, holes, looks)
-        if size >= room:
-            loss = sum(choice.loss(entry.room, entry) for entry in victims)
+        good = good or _GOOD_ENOUGH_RATIO * candidates.loss(size_bytes, oldest)
+        victims, size, bounded = _run_around(oldest, size_bytes, candidates, by_offset, by_end, holes, budget)
+        if size >= size_bytes:
+            loss = sum(candidates.loss(entry.aligned_bytes, entry) for entry in victims)
             if loss < least:
-                best, least, source = victims, loss, choice.source(oldest)
+                best, least, source = victims, loss, candidates.group_of(oldest)
             if loss <= good:
                 break
         elif not bounded and not best:
             # A partial eviction is the only progress if almost all looks were spent on this run.
-            return EvictionPlan(victims if begun > looks.most // 2 else [], False, tried[:-1])
+            return EvictionPlan(victims if begun > budget.total // 2 else [], False, tried[:-1])
         # A run that starts from another entry of this run would contain about the same entries.
         members.update(entry.location.offset for entry in victims)
     return EvictionPlan(best, True, []) if best else EvictionPlan([], False, tried)
@@ -143,48 +148,48 @@ def plan_eviction(
 
 def _run_around(
     oldest: E,
-    room: int,
-    choice: VictimChoice[E],
+    size_bytes: int,
+    candidates: VictimCandidates[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
     holes: ArenaAllocator,
-    looks: LookBudget,
+    budget: SearchBudget,
 ) -> tuple[list[E], int, bool]:
     """Return the run of evictable entries around an entry, the size of the resulting hole, and whether the
     run cannot grow further."""
     victims = [oldest]
     start = oldest.location.offset
-    end = start + oldest.room
+    end = start + oldest.aligned_bytes
     end += holes.hole_at(end)
     start -= holes.hole_ending_at(start)
-    while end - start < room and looks.left > 0:
-        looks.left -= 1
+    while end - start < size_bytes and budget.remaining > 0:
+        budget.remaining -= 1
         after, before = by_offset.get(end), by_end.get(start)
         sides = [one for one in (after, before) if one is not None and not one.readers]
         if len(sides) == 2 and sides[1].last_use < sides[0].last_use:
             sides.reverse()
-        taken = next(filter(choice.take, sides), None)
+        taken = next(filter(candidates.try_add, sides), None)
         if taken is None:
             return victims, end - start, True
         victims.append(taken)
         if taken is after:
-            end += taken.room
+            end += taken.aligned_bytes
             end += holes.hole_at(end)
         else:
-            start -= taken.room
+            start -= taken.aligned_bytes
             start -= holes.hole_ending_at(start)
     return victims, end - start, False
 
 
 @dataclass(slots=True, eq=False)
 class StoredEntry:
-    """Committed payload. `room` is its aligned size, and `readers` is the number of its leases."""
+    """Committed payload. `aligned_bytes` is its aligned size, and `readers` is the number of its leases."""
 
     key: bytes
     meta: bytes
     app: str
     location: PayloadLocation
-    room: int
+    aligned_bytes: int
     cost_s: float = 0.0
     """Seconds to recompute the entry, as reported by its writer. 0: not reported."""
     written_s: float = 0.0
@@ -222,7 +227,7 @@ class EntryPlacement:
         self._allocator = ArenaAllocator()
         self._by_offset: dict[int, StoredEntry] = {}
         self._by_end: dict[int, StoredEntry] = {}
-        self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
+        self._budget = SearchBudget(MAX_EXAMINED_ENTRIES, MAX_EXAMINED_ENTRIES)
         self._growing_bytes = 0
         self._refused_bytes: dict[str, int] = {}
         """Smallest size for which evictions cannot make space until other memory is freed, by namespace."""
@@ -240,18 +245,18 @@ class EntryPlacement:
         return self._allocator.end_bytes - self._allocator.free_bytes
 
     @property
-    def looks(self) -> int:
+    def examined_entries(self) -> int:
         """Number of entries that this call has examined in search of victims."""
-        return MAX_LOOKS - self._looks.left
+        return MAX_EXAMINED_ENTRIES - self._budget.remaining
 
     def holes(self) -> list[tuple[int, int]]:
         """Return (offset, size) of all free memory, by offset. For tests and diagnosis."""
         return self._allocator.holes()
 
     def begin_call(self) -> None:
-        """Reset the number of entries that the following calls of `make_room` may examine."""
+        """Reset the number of entries that the following calls of `allocate` may examine."""
         self._growing_bytes = 0
-        self._looks, self._gave_up_bytes = LookBudget(MAX_LOOKS, MAX_LOOKS), None
+        self._budget, self._gave_up_bytes = SearchBudget(MAX_EXAMINED_ENTRIES, MAX_EXAMINED_ENTRIES), None
 
     def end_call(self) -> None:
         """Update `shortfall_bytes` for the call that has ended."""
@@ -266,44 +271,45 @@ class EntryPlacement:
         if grown_bytes:
             self._refused_bytes.clear()
 
-    def make_room(self, room: int, app: str) -> int | ReserveRefusal:
-        """Return the offset of `room` free bytes, after growth or eviction if needed, or GROWING or FULL."""
-        name = self.policy.name_of(app)
+    def allocate(self, size_bytes: int, app: str) -> int | ReserveRefusal:
+        """Return the offset of `size_bytes` free bytes, after growth or eviction if needed, or GROWING or
+        FULL."""
+        name = self.policy.namespace_of(app)
         refused = self._refused_bytes.get(name)
-        if refused is not None and room >= refused:
+        if refused is not None and size_bytes >= refused:
             return ReserveRefusal.FULL
-        beyond = self.policy.ceiling_victims(app, room)
+        beyond = self.policy.ceiling_victims(app, size_bytes)
         if beyond is None:
-            self._refused_bytes[name] = room
+            self._refused_bytes[name] = size_bytes
             return ReserveRefusal.FULL
-        offset = self._allocator.allocate(room)
+        offset = self._allocator.allocate(size_bytes)
         if offset is None:
-            if not self._extend_for(room):
-                self._growing_bytes += room
+            if not self._grow_for(size_bytes):
+                self._growing_bytes += size_bytes
                 return ReserveRefusal.GROWING
-            offset = self._allocator.allocate(room)
+            offset = self._allocator.allocate(size_bytes)
         if offset is not None:
             self._evict_all(beyond)
             return offset
-        if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
+        if self._gave_up_bytes is not None and size_bytes >= self._gave_up_bytes:
             return ReserveRefusal.FULL
-        found = self._evict_for(room, app, only_own=self.policy.at_ceiling(app))
+        found = self._evict_for(size_bytes, app, only_own=self.policy.is_at_ceiling(app))
         if not isinstance(found, ReserveRefusal):
             # The adjacent victims may have fewer bytes than the namespace must free to stay below its
             # ceiling.
-            self._evict_all(self.policy.ceiling_victims(app, room) or [])
+            self._evict_all(self.policy.ceiling_victims(app, size_bytes) or [])
         return found
 
-    def free(self, offset: int, room: int) -> None:
+    def free(self, offset: int, size_bytes: int) -> None:
         """Free memory that does not belong to an entry."""
-        self._allocator.free(offset, room)
+        self._allocator.free(offset, size_bytes)
         self._refused_bytes.clear()
 
     def add(self, entry: StoredEntry, *, now_s: float) -> None:
-        """Add an entry placed by `make_room`, as the most recently used of its namespace."""
+        """Add an entry placed by `allocate`, as the most recently used of its namespace."""
         self.policy.add(entry, now_s=now_s)
         self._by_offset[entry.location.offset] = entry
-        self._by_end[entry.location.offset + entry.room] = entry
+        self._by_end[entry.location.offset + entry.aligned_bytes] = entry
         self._refused_bytes.clear()
 
     def unpin(self, entry: StoredEntry) -> None:
@@ -316,13 +322,13 @@ class EntryPlacement:
         """Free the memory of an entry that the policy has removed and that has no reader."""
         offset = entry.location.offset
         del self._by_offset[offset]
-        del self._by_end[offset + entry.room]
-        self.free(offset, entry.room)
+        del self._by_end[offset + entry.aligned_bytes]
+        self.free(offset, entry.aligned_bytes)
 
-    def _extend_for(self, room: int) -> bool:
-        """Extend the arena as far as possible for `room` bytes. Return False if the memory is still being
-        allocated."""
-        missing = room - self._allocator.hole_ending_at(self.end_bytes)
+    def _grow_for(self, size_bytes: int) -> bool:
+        """Extend the arena as far as possible for `size_bytes` bytes. Return False if the memory is still
+        being allocated."""
+        missing = size_bytes - self._allocator.hole_ending_at(self.end_bytes)
         # The rest of the arena may be too small alone, but sufficient next to an entry that can be evicted.
         missing = min(missing, self.capacity_bytes - self.end_bytes)
         if missing <= 0:
@@ -332,22 +338,26 @@ class EntryPlacement:
             self.extend(grown)
         return grown is not None
 
-    def _evict_for(self, room: int, app: str, *, only_own: bool) -> int | ReserveRefusal:
-        plan = self._plan(room, app, only_own=only_own)
-        if not plan.enough and self._looks.left > 0 and self.policy.within_share(app, room):
+    def _evict_for(self, size_bytes: int, app: str, *, only_own: bool) -> int | ReserveRefusal:
+        plan = self._plan_eviction(size_bytes, app, only_own=only_own)
+        if (
+            not plan.is_sufficient
+            and self._budget.remaining > 0
+            and self.policy.is_within_share(app, size_bytes)
+        ):
             # The namespace is entitled to this memory, but the memory may be scattered between entries that
             # are within the shares of other namespaces.
-            plan = self._plan(room, app, beyond_shares=True)
+            plan = self._plan_eviction(size_bytes, app, beyond_shares=True)
         self._evict_all(plan.victims)
-        if plan.enough:
-            offset = self._allocator.allocate(room)
+        if plan.is_sufficient:
+            offset = self._allocator.allocate(size_bytes)
             return ReserveRefusal.FULL if offset is None else offset
-        if self._looks.left > 0:
+        if self._budget.remaining > 0:
             # Until something is freed, another search for this size would fail too.
-            self._refused_bytes[self.policy.name_of(app)] = room
+            self._refused_bytes[self.policy.namespace_of(app)] = size_bytes
             return ReserveRefusal.FULL
-        self._gave_up_bytes = room
-        for entry in plan.tried:
+        self._gave_up_bytes = size_bytes
+        for entry in plan.tried_seeds:
             self.policy.touch(entry)
         return ReserveRefusal.FULL
 
@@ -356,8 +366,8 @@ class EntryPlacement:
             self._evict(entry)
         self.evictions += len(victims)
 
-    def _plan(
-        self, room: int, app: str, *, beyond_shares: bool = False, only_own: bool = False
+    def _plan_eviction(
+        self, size_bytes: int, app: str, *, beyond_shares: bool = False, only_own: bool = False
     ) -> EvictionPlan[StoredEntry]:
-        choice = self.policy.search(app, room, beyond_shares=beyond_shares, only_own=only_own)
-        return plan_eviction(room, choice, self._by_offset, self._by_end, self._allocator, self._looks)
+        choice = self.policy.search_victims(app, size_bytes, beyond_shares=beyond_shares, only_own=only_own)
+        return plan_eviction(size_bytes, choice, self._by_offset, self._by_end, self._allocator, self._budget)

@@ -17,7 +17,7 @@ from cornplug.store.daemon.reservations import OpenEntries, OpenEntry
 from cornplug.store.daemon.store_counters import RemovalCause
 from cornplug.store.messages import check_purge
 
-PORTION: Final = 256
+BATCH_ENTRIES: Final = 256
 """Number of entries in a batch, which takes about 1.5 ms if all of them are deleted. The first batch also
 lists all keys, which takes 5 ms for 200,000 keys."""
 
@@ -34,9 +34,11 @@ class PurgeJobs:
     ) -> None:
         self._entries, self._open_entries, self._drop = entries, open_entries, drop
         self._watchers = watchers
-        self._left: dict[int, list[bytes | OpenEntry]] = {}
+        self._remaining: dict[int, list[bytes | OpenEntry]] = {}
 
-    def portion(self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float) -> tuple[PurgeCount, bool]:
+    def purge_batch(
+        self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float
+    ) -> tuple[PurgeCount, bool]:
         """Purge a batch of entries. Return the counts of the batch, and whether further batches remain.
 
         Raises ValueError for an invalid rule.
@@ -46,11 +48,15 @@ class PurgeJobs:
         """
         check_purge(rule)
         if begins:
-            self._left[owner] = [*self._open_entries.all(), *self._entries, *self._on_disk_only(rule)]
-        left = self._left.get(owner, [])
-        some = left[-PORTION:]
-        del left[-PORTION:]
-        count = self._purged(some, rule, now_s)
+            self._remaining[owner] = [
+                *self._open_entries.list_open(),
+                *self._entries,
+                *self._on_disk_only(rule),
+            ]
+        left = self._remaining.get(owner, [])
+        some = left[-BATCH_ENTRIES:]
+        del left[-BATCH_ENTRIES:]
+        count = self._purge(some, rule, now_s)
         if not left:
             self.forget(owner)
         return count, bool(left)
@@ -58,20 +64,20 @@ class PurgeJobs:
     def forget(self, owner: int) -> None:
         """Discard the state of a client's purge, because the client has disconnected or the purge is
         complete."""
-        self._left.pop(owner, None)
+        self._remaining.pop(owner, None)
 
     def _on_disk_only(self, rule: PurgeRule) -> list[bytes]:
         disk = self._watchers.disk
         if disk is None:
             return []
-        disk.purge_begins(rule)
+        disk.begin_purge(rule)
         return [key for key in disk.all_keys() if key not in self._entries]
 
-    def _purged(self, some: list[bytes | OpenEntry], rule: PurgeRule, now_s: float) -> PurgeCount:
+    def _purge(self, items: list[bytes | OpenEntry], rule: PurgeRule, now_s: float) -> PurgeCount:
         entries = size_bytes = leased = writing = 0
-        for each in some:
+        for each in items:
             if isinstance(each, OpenEntry):
-                if not each.ended and not each.whole and _writes(each, rule):
+                if not each.has_ended and not each.is_complete and _matches_open_entry(each, rule):
                     writing += 1
                     if not rule.dry_run:
                         self._open_entries.end(each)
@@ -81,19 +87,23 @@ class PurgeJobs:
                 on_disk = self._watchers.disk.purge(each, rule)
                 if on_disk is not None:
                     entries, size_bytes = entries + 1, size_bytes + on_disk
-            if entry is None or not _names(entry, rule, now_s):
+            if entry is None or not _matches(entry, rule, now_s):
                 continue
-            entries, size_bytes, leased = entries + 1, size_bytes + entry.room, leased + bool(entry.readers)
+            entries, size_bytes, leased = (
+                entries + 1,
+                size_bytes + entry.aligned_bytes,
+                leased + bool(entry.readers),
+            )
             if not rule.dry_run:
                 self._drop(entry, "purged")
         return PurgeCount(entries, size_bytes, leased, writing)
 
 
-def _writes(open_entry: OpenEntry, rule: PurgeRule) -> bool:
+def _matches_open_entry(open_entry: OpenEntry, rule: PurgeRule) -> bool:
     return not rule.older_s and not rule.unused_s and rule.app in (None, open_entry.app)
 
 
-def _names(entry: StoredEntry, rule: PurgeRule, now_s: float) -> bool:
+def _matches(entry: StoredEntry, rule: PurgeRule, now_s: float) -> bool:
     if rule.app is not None and entry.app != rule.app:
         return False
     # An entry with a reader is in use now.

@@ -57,20 +57,20 @@ class Sightings:
         # Clients choose keys. Without a salt they could choose the buckets as well.
         self._salt = secrets.token_bytes(16)
 
-    def again(self, key: bytes, part: WriterPart | None) -> bool:
+    def check_and_record(self, key: bytes, part: WriterPart | None) -> bool:
         """Return whether an earlier request named this key, and record this request.
 
         The parts of one group name the same keys for the same request, in any order. Such a part is a second
         sighting if this part, or a writer outside the group, named the key before.
         """
         tag = 0 if part is None else 1 + hash((self._salt, part.group)) % _MAX_TAG
-        first = self._sight(hash((self._salt, key)), tag)
+        first = self._record(hash((self._salt, key)), tag)
         if part is None or (first is not None and first != tag):
             return first is not None
-        mine = self._sight(hash((self._salt, key, part.index)), tag)
+        mine = self._record(hash((self._salt, key, part.index)), tag)
         return first is not None and mine is not None
 
-    def _sight(self, hashed: int, tag: int) -> int | None:
+    def _record(self, hashed: int, tag: int) -> int | None:
         """Record a sighting. Return the tag of the earlier sighting, which is kept, or None if this is the
         first sighting."""
         start = (hashed & (_BUCKETS - 1)) * _WAYS
@@ -92,32 +92,32 @@ class OpenEntry:
 
     key: bytes
     app: str
-    room: int
+    aligned_bytes: int
     location: PayloadLocation
     group: bytes
-    count: int
+    part_count: int
     cost_s: float = 0.0
-    expires: int = 0
+    expiry_bucket: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
     """Token of the writer, by part."""
     metas: dict[int, bytes] = field(default_factory=dict)
     """Committed meta, by part."""
-    busy: set[int] = field(default_factory=set)
+    writing_tokens: set[int] = field(default_factory=set)
     """Tokens of writers that may be writing."""
-    ended: bool = False
+    has_ended: bool = False
     free_after_s: float = 0.0
     """End of the quarantine, or 0 without a quarantine."""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all parts are committed."""
-        return len(self.metas) == self.count
+        return len(self.metas) == self.part_count
 
     def meta(self) -> bytes:
         """Return the meta of the whole entry. Raises CodecError if the parts do not fit together."""
         if not self.group:
             return self.metas[0]
-        return codec.join_parts(self.metas.values(), key=self.key)
+        return codec.merge_partial_headers(self.metas.values(), key=self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class OpenEntries:
     Args:
         on_end: Called once for each open entry that will not be committed, before its memory is freed.
         free: Frees the memory of such an entry.
-        disown: Called with (owner, token) for each reservation that has ended.
+        forget_token: Called with (owner, token) for each reservation that has ended.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class OpenEntries:
         *,
         on_end: Callable[[OpenEntry], None],
         free: Callable[[OpenEntry], None],
-        disown: Callable[[int, int], None],
+        forget_token: Callable[[int, int], None],
     ) -> None:
         self._quarantine_s = times.quarantine_s
         self._reservation_s = times.reservation_s
         self._reclaim_s = times.reclaim_s
         self._on_end = on_end
         self._free = free
-        self._disown = disown
+        self._forget_token = forget_token
         self._now_s = 0.0
         self._by_key: dict[bytes, OpenEntry] = {}
         self._writers: dict[int, _Writer] = {}
@@ -170,7 +170,7 @@ class OpenEntries:
         """Return the number of open entries that can still be committed."""
         return len(self._by_key)
 
-    def all(self) -> list[OpenEntry]:
+    def list_open(self) -> list[OpenEntry]:
         """Return the open entries that can still be committed."""
         return list(self._by_key.values())
 
@@ -180,17 +180,17 @@ class OpenEntries:
         open_entry = self._by_key.get(key)
         if open_entry is None:
             return None
-        if part is None or (open_entry.group, open_entry.count) != (part.group, part.count):
+        if part is None or (open_entry.group, open_entry.part_count) != (part.group, part.count):
             return ReserveRefusal.PENDING
         if open_entry.location.size != size or part.index in open_entry.tokens:
             return ReserveRefusal.PENDING
         return open_entry
 
-    def begin(
+    def create(
         self,
         key: bytes,
         location: PayloadLocation,
-        room: int,
+        aligned_bytes: int,
         *,
         app: str,
         part: WriterPart | None,
@@ -199,16 +199,18 @@ class OpenEntries:
     ) -> OpenEntry:
         """Create an open entry, without a writer."""
         group, count = (b"", 1) if part is None else (part.group, part.count)
-        open_entry = self._by_key[key] = OpenEntry(key, app, room, location, group, count, cost_s)
-        open_entry.expires = self._expiries.add(open_entry, now_s + self._reservation_s)
+        open_entry = self._by_key[key] = OpenEntry(key, app, aligned_bytes, location, group, count, cost_s)
+        open_entry.expiry_bucket = self._expiries.add(open_entry, now_s + self._reservation_s)
         return open_entry
 
-    def join(self, open_entry: OpenEntry, owner: int, token: int, part: WriterPart | None) -> Reservation:
+    def add_writer(
+        self, open_entry: OpenEntry, owner: int, token: int, part: WriterPart | None
+    ) -> Reservation:
         """Add `owner` as the writer of one part, and return its reservation. `part` is None for an entry
         without a group."""
         index = 0 if part is None else part.index
         open_entry.tokens[index] = token
-        open_entry.busy.add(token)
+        open_entry.writing_tokens.add(token)
         self._writers[token] = _Writer(owner, index, open_entry)
         return Reservation(token, open_entry.key, open_entry.location)
 
@@ -216,28 +218,28 @@ class OpenEntries:
         writer = self._writers.get(token)
         return writer is not None and writer.owner == owner
 
-    def put(self, token: int, meta: bytes) -> OpenEntry | None:
+    def commit_part(self, token: int, meta: bytes) -> OpenEntry | None:
         """Record a writer's committed part. Return the open entry, or None if the entry has ended or the part
         was committed before."""
         writer = self._writers[token]
         open_entry = writer.open_entry
-        if open_entry.ended:
-            self._forget(token)
+        if open_entry.has_ended:
+            self._end_writer(token)
             return None
         if writer.part in open_entry.metas:
             return None
         open_entry.metas[writer.part] = meta
-        open_entry.busy.discard(token)
+        open_entry.writing_tokens.discard(token)
         return open_entry
 
-    def publish(self, open_entry: OpenEntry) -> None:
+    def remove_published(self, open_entry: OpenEntry) -> None:
         """Remove an open entry that has been published."""
         del self._by_key[open_entry.key]
-        self._expiries.discard(open_entry, open_entry.expires)
+        self._expiries.discard(open_entry, open_entry.expiry_bucket)
         for token in open_entry.tokens.values():
-            self._pop(token)
+            self._remove_writer(token)
 
-    def lose(self, token: int, *, now_s: float) -> None:
+    def end_reservation(self, token: int, *, now_s: float) -> None:
         """End a reservation that was released, or whose connection has ended. The writer may still be
         writing, so the memory is quarantined."""
         writer = self._writers[token]
@@ -245,58 +247,58 @@ class OpenEntries:
         if writer.part not in open_entry.metas:
             open_entry.free_after_s = now_s + self._quarantine_s
         self.end(open_entry)
-        self._forget(token)
+        self._end_writer(token)
 
     def end(self, open_entry: OpenEntry) -> None:
         """End an open entry. Its key can be reserved immediately, and its memory is freed when it has no
         writer."""
-        if open_entry.ended:
+        if open_entry.has_ended:
             return
-        open_entry.ended = True
+        open_entry.has_ended = True
         del self._by_key[open_entry.key]
-        self._expiries.discard(open_entry, open_entry.expires)
+        self._expiries.discard(open_entry, open_entry.expiry_bucket)
         for part in open_entry.metas:
-            self._pop(open_entry.tokens[part])
+            self._remove_writer(open_entry.tokens[part])
         self._on_end(open_entry)
-        if open_entry.busy:
-            open_entry.expires = self._expiries.add(open_entry, self._now_s + self._reclaim_s)
+        if open_entry.writing_tokens:
+            open_entry.expiry_bucket = self._expiries.add(open_entry, self._now_s + self._reclaim_s)
         else:
-            self._settle(open_entry)
+            self._free_or_quarantine(open_entry)
 
     def sweep(self, now_s: float, limit: int) -> None:
         """End expired open entries, and free memory that no longer has a writer. A call handles at most
         `limit` of each."""
         self._now_s = now_s
-        for open_entry in self._expiries.due(now_s, limit):
-            if not open_entry.ended:
+        for open_entry in self._expiries.pop_due(now_s, limit):
+            if not open_entry.has_ended:
                 self.end(open_entry)
                 continue
-            for token in list(open_entry.busy):
-                self._pop(token)
-            open_entry.busy.clear()
-            self._settle(open_entry)
+            for token in list(open_entry.writing_tokens):
+                self._remove_writer(token)
+            open_entry.writing_tokens.clear()
+            self._free_or_quarantine(open_entry)
         for _ in range(limit):
             if not self._quarantine or self._quarantine[0][0] > now_s:
                 return
             self._free(heapq.heappop(self._quarantine)[2])
 
-    def _forget(self, token: int) -> None:
+    def _end_writer(self, token: int) -> None:
         if token not in self._writers:
             return
-        open_entry = self._pop(token)
-        if token not in open_entry.busy:
+        open_entry = self._remove_writer(token)
+        if token not in open_entry.writing_tokens:
             return
-        open_entry.busy.discard(token)
-        if open_entry.ended and not open_entry.busy:
-            self._expiries.discard(open_entry, open_entry.expires)
-            self._settle(open_entry)
+        open_entry.writing_tokens.discard(token)
+        if open_entry.has_ended and not open_entry.writing_tokens:
+            self._expiries.discard(open_entry, open_entry.expiry_bucket)
+            self._free_or_quarantine(open_entry)
 
-    def _pop(self, token: int) -> OpenEntry:
+    def _remove_writer(self, token: int) -> OpenEntry:
         writer = self._writers.pop(token)
-        self._disown(writer.owner, token)
+        self._forget_token(writer.owner, token)
         return writer.open_entry
 
-    def _settle(self, open_entry: OpenEntry) -> None:
+    def _free_or_quarantine(self, open_entry: OpenEntry) -> None:
         if open_entry.free_after_s > self._now_s:
             heapq.heappush(
                 self._quarantine, (open_entry.free_after_s, open_entry.location.offset, open_entry)
@@ -338,7 +340,7 @@ class ExpiryBuckets(Generic[T]):
         if not bucket:
             del self._buckets[number]
 
-    def due(self, now_s: float, limit: int) -> list[T]:
+    def pop_due(self, now_s: float, limit: int) -> list[T]:
         """Remove and return at most `limit` expired items."""
         found: list[T] = []
         while self._order and self._order[0] * BUCKET_S <= now_s:

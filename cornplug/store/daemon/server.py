@@ -25,29 +25,27 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from cornplug.errors import ProtocolError
-from cornplug.local_socket import foreign_user
+from cornplug.local_socket import foreign_peer_uid
 from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.entry_watchers import EntryTableWriter, EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.daemon.store_counters import StoreTelemetry
-from cornplug.store.entry_table import TableShape
+from cornplug.store.entry_table import NO_NOTES_PAGE, TableShape, UseNotes
 from cornplug.store.messages import check_entries, check_meta, check_terms, check_ttl
-from cornplug.store.use_notes import NO_PAGE, UseNotes
 
 if TYPE_CHECKING:
-    from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.disk.segment_files import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
 
 _CHUNK_BYTES: Final = 256 << 10
-HELLO_WITHIN_S: Final = 5.0
+HELLO_TIMEOUT_S: Final = 5.0
 _TICK_S: Final = 0.5
 _TURN_S: Final = 2e-3
 """Time in seconds for which one client's requests are handled before other clients' requests."""
@@ -68,23 +66,23 @@ class ClientSession:
     that are not frames. This does not affect other clients.
     """
 
-    def __init__(self, sock: socket.socket, owner: int, *, since_s: float) -> None:
+    def __init__(self, sock: socket.socket, owner: int, *, connected_s: float) -> None:
         self.sock = sock
         self.owner = owner
-        self.since_s = since_s
-        self.welcomed = False
-        self.notes_page = NO_PAGE
+        self.connected_s = connected_s
+        self.is_welcomed = False
+        self.notes_page = NO_NOTES_PAGE
         self._received = bytearray()
         self._unsent = b""
 
     @property
-    def stuck(self) -> bool:
+    def is_stuck(self) -> bool:
         """Whether the client does not read its replies. If so, its requests are not read either."""
         return bool(self._unsent)
 
     def check_peer(self) -> None:
         """Raise ClientFault if the client belongs to another user."""
-        if (uid := foreign_user(self.sock)) is not None:
+        if (uid := foreign_peer_uid(self.sock)) is not None:
             raise ClientFault(f"user {uid} is not user {os.getuid()}")
 
     def read(self) -> None:
@@ -99,10 +97,10 @@ class ClientSession:
             raise ClientFault("closed")
         self._received += data
 
-    def next(self) -> bytes | None:
+    def next_frame(self) -> bytes | None:
         """Return the body of the next complete frame. Returns None if there is no complete frame, or if the
         client does not read its replies. Raises ClientFault for bytes that are not frames."""
-        if self.stuck:
+        if self.is_stuck:
             return None
         try:
             return messages.take_frame(self._received)
@@ -183,7 +181,7 @@ class StoreServer:
         self._notes = UseNotes()
         disk, far = tiers.disk, tiers.far
         disk_bytes = 0 if disk is None else disk.size_bytes
-        shape = TableShape.of(arena.capacity_bytes, disk_bytes, has_far=far is not None)
+        shape = TableShape.for_capacity(arena.capacity_bytes, disk_bytes, has_far=far is not None)
         self._table = EntryTableWriter(shape, has_disk=(disk or far) is not None)
         self._growth = ArenaGrowth(arena)
         log = AccessLog(access_log) if access_log is not None else None
@@ -198,9 +196,9 @@ class StoreServer:
             self._watchers.open_far(far, self._index, arena, self._fences)
         self._sessions: dict[int, ClientSession] = {}
         self.telemetry = StoreTelemetry(self._index, self._sessions)
-        self._eager: dict[int, ClientSession] = {}
+        self._buffered_sessions: dict[int, ClientSession] = {}
         """Sessions with buffered requests, served first in the next iteration."""
-        self._ending: deque[int] = deque()
+        self._ending_owners: deque[int] = deque()
         """Numbers of disconnected clients whose leases and reservations have not all been ended yet."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
@@ -211,28 +209,31 @@ class StoreServer:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
-        for tier in self._watchers.pollable:
+        for tier in self._watchers.wakeup_sources:
             self._selector.register(tier, selectors.EVENT_READ)
         # Allocate this memory now, so that it is available when the first client connects.
-        self._index.placement.extend(self._growth.first())
+        self._index.placement.extend(self._growth.allocate_initial())
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
-            self._growth.keep_ahead(self._index.placement)
+            self._growth.keep_headroom(self._index.placement)
             now_s = time.monotonic()
-            busy = bool(self._eager or self._ending or self._watchers.busy) or now_s < alert_until_s
+            busy = (
+                bool(self._buffered_sessions or self._ending_owners or self._watchers.has_pending_work)
+                or now_s < alert_until_s
+            )
             events = self._selector.select(0.0 if busy else max(0.0, next_tick_s - now_s))
             if events:
-                alert_until_s = time.monotonic() + messages.ALERT_S
-            eager, self._eager = self._eager, {}
+                alert_until_s = time.monotonic() + messages.BUSY_POLL_S
+            eager, self._buffered_sessions = self._buffered_sessions, {}
             for session in eager.values():
-                self._attend(session, 0)
+                self._serve_session(session, 0)
             for key, mask in events:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._growth:
                     self._index.placement.extend(self._growth.collect())
                 elif key.data is not None and key.data.owner not in eager:
-                    self._attend(key.data, mask)
+                    self._serve_session(key.data, mask)
             self._end_owners()
             self._watchers.step()
             if time.monotonic() >= next_tick_s:
@@ -253,50 +254,50 @@ class StoreServer:
             self._accepting = False
             return
         sock.setblocking(False)
-        session = ClientSession(sock, next(self._owners), since_s=time.monotonic())
+        session = ClientSession(sock, next(self._owners), connected_s=time.monotonic())
         self._sessions[session.owner] = session
         self._selector.register(sock, selectors.EVENT_READ, session)
         try:
             session.check_peer()
         except ClientFault as e:
-            self._end(session, e)
+            self._disconnect(session, e)
 
-    def _attend(self, session: ClientSession, mask: int) -> None:
+    def _serve_session(self, session: ClientSession, mask: int) -> None:
         """Handle some requests of one client. Its remaining requests are handled after other clients'
         requests."""
         if session.owner not in self._sessions:
             return
-        was_stuck = session.stuck
+        was_stuck = session.is_stuck
         try:
             if mask & selectors.EVENT_WRITE:
                 session.flush()
             elif mask:
                 session.read()
             end_s = time.monotonic() + _TURN_S
-            while (body := session.next()) is not None:
-                self._answer(session, body)
+            while (body := session.next_frame()) is not None:
+                self._handle_frame(session, body)
                 if time.monotonic() > end_s:
-                    self._eager[session.owner] = session
+                    self._buffered_sessions[session.owner] = session
                     break
-            if session.stuck != was_stuck:
-                wanted = selectors.EVENT_WRITE if session.stuck else selectors.EVENT_READ
+            if session.is_stuck != was_stuck:
+                wanted = selectors.EVENT_WRITE if session.is_stuck else selectors.EVENT_READ
                 self._selector.modify(session.sock, wanted, session)
         except ClientFault as e:
-            self._end(session, e)
+            self._disconnect(session, e)
 
-    def _answer(self, session: ClientSession, body: bytes) -> None:
-        if not session.welcomed:
+    def _handle_frame(self, session: ClientSession, body: bytes) -> None:
+        if not session.is_welcomed:
             self._greet(session, body)
             return
         try:
-            number, message = messages.take_number(body)
+            number, message = messages.split_number(body)
         except ProtocolError as e:
             raise ClientFault(str(e)) from e
         began_s = time.perf_counter()
         try:
             request = messages.request_decoder.decode(message)
-            reply = self._reply(session.owner, request)
-            self.telemetry.answered(request, began_s)
+            reply = self._execute(session.owner, request)
+            self.telemetry.record_request(request, began_s)
         except _REQUEST_FAULTS as e:
             _log.warning("client %d: malformed request: %s", session.owner, e)
             reply = messages.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
@@ -318,14 +319,14 @@ class StoreServer:
             message = "this store was started with another secret (store.secret_file)"
             session.send(messages.ClientRejected("secret", message))
             raise ClientFault(message)
-        session.welcomed = True
-        session.notes_page = self._notes.open()
+        session.is_welcomed = True
+        session.notes_page = self._notes.open_page()
         session.send(
             messages.DaemonWelcome(self._arena.id, self._arena.capacity_bytes, session.notes_page),
             fds=[self._arena.fd, self._fences.fd, self._table.fd, self._notes.fd],
         )
 
-    def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
+    def _execute(self, owner: int, request: messages.Request) -> messages.Reply | None:
         """Execute a request and return the reply to send, or None for a request without a reply. For a
         malformed request, raises one of _REQUEST_FAULTS before anything is changed."""
         index, now_s = self._index, time.monotonic()
@@ -334,18 +335,22 @@ class StoreServer:
                 return messages.ContainsReply(
                     index.contains(messages.split_keys(keys, messages.MAX_LOOKUP_KEYS))
                 )
-            case messages.TakeLeases(keys, ttl_s):
+            case messages.LeaseRequest(keys, ttl_s):
                 check_ttl(ttl_s)
                 asked = messages.split_keys(keys)
                 leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=messages.BATCH_BYTES)
-                return messages.LeaseReply(max(leases.tokens, default=0), list(leases.metas), leases.places)
+                return messages.LeaseReply(
+                    max(leases.tokens, default=0), list(leases.metas), leases.locations
+                )
             case messages.ReserveRequest(keys, sizes, app, part, only_seen, cost_s):
                 wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
                 terms = ReserveTerms(app, part, only_seen, cost_s)
                 check_terms(terms)
                 self._collect_reads()
-                answers = index.reserve(owner, wanted, terms, now_s=now_s, cut_looks=messages.CUT_LOOKS)
+                answers = index.reserve(
+                    owner, wanted, terms, now_s=now_s, truncate_after=messages.TRUNCATE_AFTER_EXAMINED
+                )
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
                 )
@@ -373,7 +378,7 @@ class StoreServer:
                 return messages.StatReply(index.stat())
             case messages.PurgeRequest(rule, begins):
                 self._collect_reads()
-                return messages.PurgeReply(*index.purges.portion(owner, rule, begins=begins, now_s=now_s))
+                return messages.PurgeReply(*index.purges.purge_batch(owner, rule, begins=begins, now_s=now_s))
             case _:
                 raise ValueError(f"not a request: {type(request).__name__}")
 
@@ -384,7 +389,7 @@ class StoreServer:
             self._collect_reads_of(session)
 
     def _collect_reads_of(self, session: ClientSession) -> None:
-        reads = self._notes.take(session.notes_page)
+        reads = self._notes.collect_reads(session.notes_page)
         if reads is not None:
             self._index.count_reads(reads)
 
@@ -395,8 +400,8 @@ class StoreServer:
         self._collect_reads()
         self.telemetry.tick()
         for session in list(self._sessions.values()):
-            if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
-                self._end(session, ClientFault("the client sent no hello"))
+            if not session.is_welcomed and now_s - session.connected_s > HELLO_TIMEOUT_S:
+                self._disconnect(session, ClientFault("the client sent no hello"))
         if self._sessions:
             self._last_busy_s = now_s
         elif self._idle_exit_s and now_s - self._last_busy_s > self._idle_exit_s:
@@ -415,32 +420,32 @@ class StoreServer:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def _end(self, session: ClientSession, why: ClientFault) -> None:
+    def _disconnect(self, session: ClientSession, why: ClientFault) -> None:
         level = logging.DEBUG if str(why) == "closed" else logging.WARNING
         _log.log(level, "client %d ends: %s", session.owner, why)
         self._collect_reads_of(session)
-        self._notes.shut(session.notes_page)
+        self._notes.free_page(session.notes_page)
         del self._sessions[session.owner]
         self._selector.unregister(session.sock)
         session.close()
-        self._ending.append(session.owner)
+        self._ending_owners.append(session.owner)
 
     def _end_owners(self) -> None:
         """End leases and reservations of disconnected clients in small steps, between requests of other
         clients."""
-        if not self._ending:
+        if not self._ending_owners:
             return
-        if not self._index.end_owner(self._ending[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):
+        if not self._index.end_owner(self._ending_owners[0], now_s=time.monotonic(), limit=messages.MAX_KEYS):
             return
-        self._ending.popleft()
-        if not self._sessions and not self._ending:
+        self._ending_owners.popleft()
+        if not self._sessions and not self._ending_owners:
             # The process runs without automatic collection (see `main.py`), so collect while no client waits.
             gc.collect()
 
     def _close_all(self) -> None:
         self._table.close()
         for session in list(self._sessions.values()):
-            self._end(session, ClientFault("closed"))
+            self._disconnect(session, ClientFault("closed"))
         self._watchers.close()
         self._growth.close()
         self._fences.close()

@@ -20,22 +20,22 @@ import msgspec
 from cornplug.store import messages
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
+from cornplug.store.entry_table import NotedReads
 from cornplug.store.store_stats import OTHER_APPS, NamespaceStat, StoreStat
-from cornplug.store.use_notes import NotedReads
 
 if TYPE_CHECKING:
     from cornplug.store.daemon.index import StoreIndex
 
 
-STAT_APPS: Final = 256
+MAX_STAT_APPS: Final = 256
 GIVEN: Final = "given"
 """Name of the result of a successful reservation. Other results have the names in `ReserveRefusal`."""
 RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
 AGE_BUCKETS_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
-ANSWER_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
-REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {
+REQUEST_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
+REQUEST_NAMES: Final[Mapping[type[msgspec.Struct], str]] = {
     messages.ContainsRequest: "contains",
-    messages.TakeLeases: "lease",
+    messages.LeaseRequest: "lease",
     messages.ReserveRequest: "reserve",
     messages.CommitRequest: "commit",
     messages.ReleaseRequest: "release",
@@ -44,7 +44,7 @@ REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {
     messages.PurgeRequest: "purge",
 }
 """Name of each kind of request in metrics."""
-Samples = tuple[tuple[int, ...], float]
+HistogramSamples = tuple[tuple[int, ...], float]
 """Samples as returned by `TimeHistogram.copy`."""
 
 
@@ -64,7 +64,7 @@ class TimeHistogram:
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
-    def note(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Add a sample."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
@@ -82,51 +82,51 @@ class NamespaceCounts:
         self.entries = self.hits = 0
         self.removals: Counter[str] = Counter()
         self.reservations: Counter[str] = Counter()
-        self.ages = TimeHistogram(AGE_BUCKETS_S)
+        self.eviction_ages = TimeHistogram(AGE_BUCKETS_S)
         """Seconds since the last use of evicted entries."""
 
 
 class StoreCounters:
-    """Counters of a store since it started. `name_of` returns the namespace of an app."""
+    """Counters of a store since it started. `namespace_of` returns the namespace of an app."""
 
-    def __init__(self, names: Iterable[str], name_of: Callable[[str], str]) -> None:
-        self.spaces = {name: NamespaceCounts() for name in names}
-        self.misses = self.unplaced_hits = self.found = self.absent = 0
-        """`unplaced_hits` counts reads of entries that were removed before the daemon read the notes."""
-        self._name_of = name_of
+    def __init__(self, names: Iterable[str], namespace_of: Callable[[str], str]) -> None:
+        self.namespaces = {name: NamespaceCounts() for name in names}
+        self.misses = self.unattributed_hits = self.found = self.absent = 0
+        """`unattributed_hits` counts reads of entries that were removed before the daemon read the notes."""
+        self._namespace_of = namespace_of
 
     @property
     def hits(self) -> int:
         """Number of hits in all namespaces."""
-        return self.unplaced_hits + sum(one.hits for one in self.spaces.values())
+        return self.unattributed_hits + sum(one.hits for one in self.namespaces.values())
 
     @property
     def refusals(self) -> int:
         """Number of reservations rejected with FULL or TOO_LARGE."""
         return sum(
             one.reservations[refusal.value]
-            for one in self.spaces.values()
+            for one in self.namespaces.values()
             for refusal in (ReserveRefusal.FULL, ReserveRefusal.TOO_LARGE)
         )
 
-    def read(self, entries: Sequence[CountedEntry]) -> None:
+    def count_reads(self, entries: Sequence[CountedEntry]) -> None:
         """Count reads of entries."""
         by_app: dict[str, int] = {}
         for entry in entries:
             by_app[entry.app] = by_app.get(entry.app, 0) + 1
         for app, count in by_app.items():
-            self.spaces[self._name_of(app)].hits += count
+            self.namespaces[self._namespace_of(app)].hits += count
 
-    def noted(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:
+    def count_noted_reads(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:
         """Count reads and lookups that a client has noted. `entries` are the read entries that still
         exist."""
-        self.read(entries[: reads.hits])
-        self.unplaced_hits += max(0, reads.hits - len(entries))
+        self.count_reads(entries[: reads.hits])
+        self.unattributed_hits += max(0, reads.hits - len(entries))
         self.misses += reads.misses
         self.found += reads.found
         self.absent += reads.absent
 
-    def by_namespace(self, policy: EvictionPolicy[E]) -> dict[str, NamespaceStat]:
+    def namespace_stats(self, policy: EvictionPolicy[E]) -> dict[str, NamespaceStat]:
         """Return copies of the counts, with the sizes from the policy."""
         return {
             name: NamespaceStat(
@@ -137,28 +137,29 @@ class StoreCounters:
                 dict(one.reservations),
                 dict(one.removals),
             )
-            for name, one in self.spaces.items()
+            for name, one in self.namespaces.items()
         }
 
-    def reserved(self, app: str, answers: Sequence[Reservation | ReserveRefusal]) -> None:
+    def count_reservations(self, app: str, results: Sequence[Reservation | ReserveRefusal]) -> None:
         """Count the results of reservations."""
-        counts = self.spaces[self._name_of(app)].reservations
-        for answer in answers:
+        counts = self.namespaces[self._namespace_of(app)].reservations
+        for answer in results:
             counts[answer.value if isinstance(answer, ReserveRefusal) else GIVEN] += 1
 
-    def added(self, app: str) -> None:
+    def count_added(self, app: str) -> None:
         """Count a published entry."""
-        self.spaces[self._name_of(app)].entries += 1
+        self.namespaces[self._namespace_of(app)].entries += 1
 
-    def removed(self, app: str, cause: RemovalCause) -> None:
+    def count_removed(self, app: str, cause: RemovalCause) -> None:
         """Count a removed entry."""
-        space = self.spaces[self._name_of(app)]
+        space = self.namespaces[self._namespace_of(app)]
         space.entries -= 1
         space.removals[cause] += 1
 
-    def evicted(self, app: str, unused_s: float) -> None:
-        """Record the time since the last use of an evicted entry. `removed` has to be called as well."""
-        self.spaces[self._name_of(app)].ages.note(max(0.0, unused_s))
+    def record_eviction_age(self, app: str, unused_s: float) -> None:
+        """Record the time since the last use of an evicted entry. `count_removed` has to be called as
+        well."""
+        self.namespaces[self._namespace_of(app)].eviction_ages.observe(max(0.0, unused_s))
 
 
 class AppBytes:
@@ -167,17 +168,17 @@ class AppBytes:
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
-    def charge(self, app: str, room: int) -> None:
-        """Add `room` bytes to an app, or subtract them if negative."""
-        self._bytes[app] = self._bytes.get(app, 0) + room
+    def charge(self, app: str, size_bytes: int) -> None:
+        """Add `size_bytes` bytes to an app, or subtract them if negative."""
+        self._bytes[app] = self._bytes.get(app, 0) + size_bytes
         if not self._bytes[app]:
             del self._bytes[app]
 
-    def largest(self) -> dict[str, int]:
+    def largest_apps(self) -> dict[str, int]:
         """Return bytes by app for the STAT_APPS largest apps. The bytes of all other apps are summed under
         OTHER_APPS."""
-        largest = dict(heapq.nlargest(STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
-        if len(self._bytes) > STAT_APPS:
+        largest = dict(heapq.nlargest(MAX_STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
+        if len(self._bytes) > MAX_STAT_APPS:
             largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())
         return largest
 
@@ -190,30 +191,30 @@ class StoreSnapshot:
     stat: StoreStat
     memory_bytes: int
     clients: int
-    ages: Mapping[str, Samples]
+    eviction_ages: Mapping[str, HistogramSamples]
     """Ages of evicted entries in seconds, by namespace."""
-    answers: Mapping[str, Samples]
+    request_times: Mapping[str, HistogramSamples]
     """Time in seconds that the loop spent on each request, by kind."""
 
 
 class StoreTelemetry:
-    """Metrics of the daemon's loop. `show` is called with a snapshot at each tick, unless it is None."""
+    """Metrics of the daemon's loop. `publish` is called with a snapshot at each tick, unless it is None."""
 
     def __init__(self, index: StoreIndex, clients: Sized) -> None:
-        self.show: Callable[[StoreSnapshot], None] | None = None
+        self.publish: Callable[[StoreSnapshot], None] | None = None
         self._index, self._clients = index, clients
-        self._answers = {kind: TimeHistogram(ANSWER_BUCKETS_S) for kind in REQUESTS}
+        self._request_times = {kind: TimeHistogram(REQUEST_BUCKETS_S) for kind in REQUEST_NAMES}
 
-    def answered(self, request: messages.Request, began_s: float) -> None:
+    def record_request(self, request: messages.Request, began_s: float) -> None:
         """Count a request whose handling began at `began_s` of time.perf_counter."""
-        times = self._answers.get(type(request))
+        times = self._request_times.get(type(request))
         if times is not None:
-            times.note(time.perf_counter() - began_s)
+            times.observe(time.perf_counter() - began_s)
 
     def tick(self) -> None:
-        """Call `show` with a snapshot."""
-        if self.show is not None:
-            self.show(self.snapshot())
+        """Call `publish` with a snapshot."""
+        if self.publish is not None:
+            self.publish(self.snapshot())
 
     def snapshot(self) -> StoreSnapshot:
         """Return a snapshot of the current counts."""
@@ -221,6 +222,6 @@ class StoreTelemetry:
             self._index.stat(),
             self._index.placement.end_bytes,
             len(self._clients),
-            {name: one.ages.copy() for name, one in self._index.counters.spaces.items()},
-            {REQUESTS[kind]: times.copy() for kind, times in self._answers.items()},
+            {name: one.eviction_ages.copy() for name, one in self._index.counters.namespaces.items()},
+            {REQUEST_NAMES[kind]: times.copy() for kind, times in self._request_times.items()},
         )

@@ -17,12 +17,11 @@ from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.disk.disk_space import DiskCounters, DiskRecord, DiskSpace
-from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.disk_workers import DISK_OWNER, DiskFailure, DiskWorkers, MemoryTier
 from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.store.disk.tier_protocols import TIER_OWNER, MemoryTier
 
-_READING: Final = 4
+_MAX_READS: Final = 4
 """Number of entries that the reader threads have at a time. It exceeds the number of threads, so that each
 thread's next read is queued."""
 
@@ -31,8 +30,8 @@ class Promotions:
     """Recalls of one disk tier.
 
     Args:
-        most_bytes: Maximum payload bytes recalled at a time. More entries would evict one another.
-        forget: Function that ends an entry on disk, with a cause.
+        max_bytes: Maximum payload bytes recalled at a time. More entries would evict one another.
+        delete: Function that ends an entry on disk, with a cause.
     """
 
     def __init__(
@@ -40,15 +39,15 @@ class Promotions:
         files: SegmentFiles,
         space: DiskSpace,
         workers: DiskWorkers,
-        above: MemoryTier,
+        memory_tier: MemoryTier,
         counters: DiskCounters,
         *,
-        most_bytes: int,
-        forget: Callable[[bytes, str], bool],
+        max_bytes: int,
+        delete: Callable[[bytes, str], bool],
     ) -> None:
         self._files, self._space, self._workers = files, space, workers
-        self._index, self._memory, self._rules = above.index, above.memory, above.rules
-        self._counters, self._most_bytes, self._forget = counters, most_bytes, forget
+        self._index, self._memory, self._rules = memory_tier.index, memory_tier.memory, memory_tier.rules
+        self._counters, self._max_bytes, self._delete = counters, max_bytes, delete
         self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
         """Waiting records by namespace. The next record is taken from the first namespace."""
         self._reading: dict[bytes, DiskRecord] = {}
@@ -61,33 +60,33 @@ class Promotions:
             record = self._space.find(key)
             if record is None or key in self._reading or self._index.find(key):
                 continue
-            name = self._rules.name_of(record.app)
+            name = self._rules.namespace_of(record.app)
             if key in self._waiting.get(name, ()):
                 continue
-            if not self._has_room(name, record.payload_bytes):
+            if not self._has_capacity(name, record.payload_bytes):
                 self._counters.reads["refused"] += 1
                 return
             record.was_read = True
             self._bytes[name] += record.payload_bytes
-            self._wait(record)
+            self._enqueue(record)
 
-    def _has_room(self, name: str, payload_bytes: int) -> bool:
+    def _has_capacity(self, name: str, payload_bytes: int) -> bool:
         """Return whether this namespace may recall `payload_bytes` more. It may always recall one record."""
         own_bytes, all_bytes = self._bytes[name], self._bytes.total()
-        most_bytes = self._most_bytes // (2 if len(self._rules.names) > 1 else 1)
+        most_bytes = self._max_bytes // (2 if len(self._rules.names) > 1 else 1)
         return not own_bytes or (
-            own_bytes + payload_bytes <= most_bytes and all_bytes + payload_bytes <= self._most_bytes
+            own_bytes + payload_bytes <= most_bytes and all_bytes + payload_bytes <= self._max_bytes
         )
 
-    def _wait(self, record: DiskRecord, *, first: bool = False) -> None:
-        name = self._rules.name_of(record.app)
+    def _enqueue(self, record: DiskRecord, *, at_front: bool = False) -> None:
+        name = self._rules.namespace_of(record.app)
         waiting = self._waiting.setdefault(name, OrderedDict())
         waiting[record.key] = record
-        if first:
+        if at_front:
             waiting.move_to_end(record.key, last=False)
             self._waiting.move_to_end(name, last=False)
 
-    def _next(self) -> DiskRecord:
+    def _pop_next(self) -> DiskRecord:
         """Remove and return the next record, and move its namespace to the end of the rotation."""
         name, waiting = self._waiting.popitem(last=False)
         _, record = waiting.popitem(last=False)
@@ -95,69 +94,73 @@ class Promotions:
             self._waiting[name] = waiting
         return record
 
-    def _leave(self, record: DiskRecord) -> None:
+    def _release_bytes(self, record: DiskRecord) -> None:
         """Subtract a record from the bytes that wait or are being read."""
-        self._bytes[self._rules.name_of(record.app)] -= record.payload_bytes
+        self._bytes[self._rules.namespace_of(record.app)] -= record.payload_bytes
 
     def step(self) -> None:
         """Start reads as far as memory and readers are available."""
-        while self._waiting and len(self._reading) < _READING:
-            record = self._next()
+        while self._waiting and len(self._reading) < _MAX_READS:
+            record = self._pop_next()
             key = record.key
             if self._space.find(key) is not record or self._index.find(key):
-                self._leave(record)
+                self._release_bytes(record)
                 continue
             room = self._index.reserve(
-                TIER_OWNER, [(key, record.payload_bytes)], ReserveTerms(record.app, cost_s=record.cost_s),
-                now_s=time.monotonic(), promotes=True,
+                DISK_OWNER, [(key, record.payload_bytes)], ReserveTerms(record.app, cost_s=record.cost_s),
+                now_s=time.monotonic(), is_promotion=True,
             )[0]  # fmt: skip
             if room is ReserveRefusal.GROWING:
-                self._wait(record, first=True)
+                self._enqueue(record, at_front=True)
                 return
             if isinstance(room, Reservation):
-                self._begin(record, room)
+                self._start_read(record, room)
             else:
-                self._leave(record)
+                self._release_bytes(record)
                 self._counters.reads[room.value] += 1
 
-    def _begin(self, record: DiskRecord, room: Reservation) -> None:
+    def _start_read(self, record: DiskRecord, reservation: Reservation) -> None:
         self._reading[record.key] = record
         place = record.segment, record.offset
-        work = functools.partial(self._read, record.key, record.payload_bytes, *place, room)
-        self._workers.read(work, functools.partial(self._end, record, place, room))
+        work = functools.partial(self._read, record.key, record.payload_bytes, *place, reservation)
+        self._workers.read(work, functools.partial(self._on_read, record, place, reservation))
 
     def _read(
-        self, key: bytes, size_bytes: int, segment: int, offset: int, room: Reservation
+        self, key: bytes, size_bytes: int, segment: int, offset: int, reservation: Reservation
     ) -> bytes | None:
         """Read an entry into the reserved memory. Return its meta, or None if the reservation has ended. Runs
         on a reader's thread."""
         found = self._files.find(segment, offset)
         if (found.header.key, found.header.payload_bytes) != (key, size_bytes):
             raise RecordDamaged("the record belongs to another entry")
-        may_write = functools.partial(self._memory.may_write, room.location)
-        return self._files.read(found, self._memory.view(room.location), may_write=may_write)
+        may_write = functools.partial(self._memory.may_write, reservation.location)
+        return self._files.read(found, self._memory.view(reservation.location), may_write=may_write)
 
-    def _end(
-        self, record: DiskRecord, place: tuple[int, int], room: Reservation, meta: bytes | DiskFailure | None
+    def _on_read(
+        self,
+        record: DiskRecord,
+        location: tuple[int, int],
+        reservation: Reservation,
+        meta: bytes | DiskFailure | None,
     ) -> None:
         del self._reading[record.key]
         if isinstance(meta, bytes) and self._space.find(record.key) is record:
-            self._leave(record)
+            self._release_bytes(record)
             age_s = max(0.0, time.time() - record.written_s)
-            if self._index.commit(TIER_OWNER, room.token, meta, age_s=age_s):
-                self._counters.hit(record)
+            if self._index.commit(DISK_OWNER, reservation.token, meta, age_s=age_s):
+                self._counters.count_hit(record)
             else:
                 self._counters.reads["late"] += 1
             return
-        self._index.release(TIER_OWNER, [room.token], now_s=time.monotonic())
-        if isinstance(meta, RecordDamaged) and place != (record.segment, record.offset):
+        self._index.release(DISK_OWNER, [reservation.token], now_s=time.monotonic())
+        if isinstance(meta, RecordDamaged) and location != (record.segment, record.offset):
             # The record was moved during the read.
-            self._wait(record)
+            self._enqueue(record)
             return
-        self._leave(record)
+        self._release_bytes(record)
         if meta is None or isinstance(meta, bytes):
             self._counters.reads["late"] += 1
         else:
             # If the record stayed, clients would wait for it repeatedly.
             self._counters.reads["damaged" if isinstance(meta, RecordDamaged) else "disk_error"] += 1
-            self._forget(record.key, "damaged")
+            self._delete(record.key, "damaged")

@@ -10,6 +10,8 @@ on the writer's thread (`sync`, `drop`), because a power failure would otherwise
 
 `DiskScan` finds the records of earlier daemons while this daemon serves, newest segments first. A segment is
 read in portions of a few milliseconds, and only while no recall waits.
+
+`open_disk` checks and locks the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib.util
 import logging
 import os
 import re
@@ -35,9 +38,9 @@ from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_format import (
     ALIGN_BYTES,
     CHUNK_BYTES,
-    DEAD,
+    DEAD_STATE,
     MAGIC,
-    STATE_AT,
+    STATE_OFFSET,
     TAG_BYTES,
     RecordDamaged,
     RecordHeader,
@@ -46,12 +49,14 @@ from cornplug.store.disk.record_format import (
     encode_record_header,
 )
 
-_NAME: Final = re.compile(r"segment-(\d{8})")
-_LOCK: Final = "lock"
+_SEGMENT_PATTERN: Final = re.compile(r"segment-(\d{8})")
+_LOCK_NAME: Final = "lock"
 _SKIP_BYTES: Final = 1 << 20
 """Bytes that a scan reads at a time to find the next header."""
-_PORTION_S: Final = 5e-3
+_SCAN_STEP_S: Final = 5e-3
 _log = logging.getLogger("cornplug.store")
+_SETTING: Final = "store.disk_path"
+MIN_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +96,26 @@ class SegmentFiles:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             try:
-                self._files[0] = _OpenFile(open_file(self._folder, _LOCK, os.O_RDWR))
+                self._files[0] = _OpenFile(open_file(self._folder, _LOCK_NAME, os.O_RDWR))
                 if not try_lock(self._files[0].fd):
                     raise ConfigError(
                         setting, f"{path} is in use by another store", "Use another folder for each store."
                     )
                 for name in os.listdir(self._folder):
-                    if match := _NAME.fullmatch(name):
+                    if match := _SEGMENT_PATTERN.fullmatch(name):
                         self._files[int(match[1])] = _OpenFile(open_file(self._folder, name, os.O_RDWR))
             except OSError as e:
                 raise ConfigError(setting, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
             on_error.pop_all()
 
-    def existing(self) -> list[tuple[int, int]]:
+    def list_segments(self) -> list[tuple[int, int]]:
         """Return (number, bytes) of each segment, oldest first. Raises OSError."""
         return [(i, os.fstat(self._files[i].fd).st_size) for i in sorted(self._files) if i]
 
     def create(self, number: int) -> None:
         """Create an empty segment. Raises OSError."""
         flags = os.O_RDWR | os.O_EXCL
-        self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
+        self._files[number] = _OpenFile(open_file(self._folder, _segment_name(number), flags))
 
     def drop(self, number: int) -> None:
         """Delete a segment and flush its removal to the device. Reads in progress complete.
@@ -118,7 +123,7 @@ class SegmentFiles:
         Raises OSError. The segment is then removed from this object anyway.
         """
         self._files.pop(number, None)
-        os.unlink(_name(number), dir_fd=self._folder)
+        os.unlink(_segment_name(number), dir_fd=self._folder)
         os.fsync(self._folder)
 
     def write(
@@ -129,11 +134,11 @@ class SegmentFiles:
         meta: bytes,
         payload: memoryview,
         *,
-        intact: Callable[[], bool] = lambda: True,
+        is_intact: Callable[[], bool] = lambda: True,
     ) -> RecordHeader | None:
         """Write an entry's record, and return its header.
 
-        Returns None if `intact` returns False after the payload was written, because the payload may have
+        Returns None if `is_intact` returns False after the payload was written, because the payload may have
         changed. Raises OSError. In both cases, no scan finds the record.
 
         Args:
@@ -146,12 +151,12 @@ class SegmentFiles:
         at = offset + len(head)
         at += _write_all(file.fd, cipher.seal_meta(meta), at)
         sealed = memoryview(bytearray(min(payload.nbytes, CHUNK_BYTES) + TAG_BYTES))
-        for number in range(header.chunks):
+        for number in range(header.chunk_count):
             piece = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             target = sealed[: piece.nbytes + TAG_BYTES]
             cipher.seal_chunk(number, piece, target)
             at += _write_all(file.fd, target, at)
-        if not intact():
+        if not is_intact():
             return None
         _write_all(file.fd, head, offset)
         return header
@@ -164,22 +169,22 @@ class SegmentFiles:
         if file is not None:
             data = os.pread(file.fd, ALIGN_BYTES, offset)
             header = decode_record_header(data, self._sealer.header_tag)
-        if header is None or header.dead:
+        if header is None or header.is_dead:
             raise RecordDamaged("no record was found")
         return FoundRecord(segment, offset, header)
 
     def read(
-        self, found: FoundRecord, into: memoryview, *, may_write: Callable[[], bool] = lambda: True
+        self, found: FoundRecord, target: memoryview, *, may_write: Callable[[], bool] = lambda: True
     ) -> bytes | None:
-        """Read an entry's payload into `into`, verify each chunk, and return the entry's meta.
+        """Read an entry's payload into `target`, verify each chunk, and return the entry's meta.
 
         Calls `may_write` before each chunk. If it returns False because the reservation has ended, this
-        returns None. Raises OSError, RecordDamaged, and ValueError if `into` does not have the payload's
-        size. After an error, the content of `into` is undefined.
+        returns None. Raises OSError, RecordDamaged, and ValueError if `target` does not have the payload's
+        size. After an error, the content of `target` is undefined.
         """
         header = found.header
-        if into.nbytes != header.payload_bytes:
-            raise ValueError(f"payload of {header.payload_bytes} bytes, target of {into.nbytes}")
+        if target.nbytes != header.payload_bytes:
+            raise ValueError(f"payload of {header.payload_bytes} bytes, target of {target.nbytes}")
         file = self._files.get(found.segment)
         if file is None:
             raise RecordDamaged("the record's segment was deleted")
@@ -189,12 +194,12 @@ class SegmentFiles:
         sealed = _read_all(file.fd, buffer[: header.meta_bytes + TAG_BYTES], found.offset + len(head))
         meta = cipher.open_meta(sealed)
         os.posix_fadvise(file.fd, found.offset, header.record_bytes, os.POSIX_FADV_WILLNEED)
-        for number in range(header.chunks):
+        for number in range(header.chunk_count):
             start, size_bytes = header.chunk_at(number)
             sealed = _read_all(file.fd, buffer[:size_bytes], found.offset + start)
             if not may_write():
                 return None
-            cipher.open_chunk(number, sealed, into[number * CHUNK_BYTES :][: size_bytes - TAG_BYTES])
+            cipher.open_chunk(number, sealed, target[number * CHUNK_BYTES :][: size_bytes - TAG_BYTES])
         return meta
 
     def copy(self, found: FoundRecord, segment: int, offset: int) -> None:
@@ -208,10 +213,10 @@ class SegmentFiles:
                 raise RecordDamaged("the record ends before its last byte")
             start, offset, left = start + done, offset + done, left - done
 
-    def kill(self, segment: int, offset: int) -> None:
+    def mark_dead(self, segment: int, offset: int) -> None:
         """Mark a record as ended, so that no later scan finds it. A power failure before `sync` may undo the
         mark. Raises OSError."""
-        _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
+        _write_all(self._file(segment).fd, DEAD_STATE, offset + STATE_OFFSET)
 
     def sync(self, segment: int) -> None:
         """Flush a segment's written data to the device. Raises OSError."""
@@ -240,7 +245,7 @@ class SegmentFiles:
                 at = _next_magic(file.fd, at + ALIGN_BYTES)
                 yield None
                 continue
-            if not header.dead:
+            if not header.is_dead:
                 yield FoundRecord(segment, at, header)
             at += header.record_bytes
 
@@ -263,102 +268,73 @@ class SegmentFiles:
         self._folder = -1
 
 
-def _next_magic(fd: int, at: int) -> int:
-    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is no header before that
-    offset. Raises OSError."""
-    data = os.pread(fd, _SKIP_BYTES, at)
-    found = data.find(MAGIC)
-    while found % ALIGN_BYTES and found >= 0:
-        found = data.find(MAGIC, found + 1)
-    return at + (found if found >= 0 else _SKIP_BYTES)
-
-
-def _name(number: int) -> str:
-    return f"segment-{number:08d}"
-
-
-def _write_all(fd: int, data: bytes | memoryview, at: int) -> int:
-    view, done = memoryview(data), 0
-    while done < view.nbytes:
-        done += os.pwrite(fd, view[done:], at + done)
-    return done
-
-
-def _read_all(fd: int, into: memoryview, at: int) -> memoryview:
-    done = 0
-    while done < into.nbytes:
-        size = os.preadv(fd, [into[done:]], at + done)
-        if not size:
-            raise RecordDamaged("the record ends before its last byte")
-        done += size
-    return into
-
-
 class DiskScan:
     """Scan for the records of earlier daemons in `segments`, which are ordered oldest first."""
 
     def __init__(self, files: SegmentFiles, workers: DiskWorkers, segments: Sequence[int]) -> None:
         self._found: deque[FoundRecord] = deque()
-        self._workers, self._unread = workers, len(segments)
-        self._ended_keys: set[bytes] = set()
+        self._workers, self._unread_segments = workers, len(segments)
+        self._deleted_keys: set[bytes] = set()
         self._purges: list[tuple[PurgeRule, float]] = []
         for order, number in enumerate(reversed(segments)):
-            self._read_portion(_SegmentScan(files, number, order))
+            self._schedule_step(_SegmentScan(files, number, order))
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the scan is complete and all its records were taken."""
-        return not self._unread and not self._found
+        return not self._unread_segments and not self._found
 
     @property
     def has_records(self) -> bool:
         """Whether there are records to take now."""
         return bool(self._found)
 
-    def take(self, most: int) -> list[FoundRecord]:
-        """Remove and return at most `most` records."""
-        taken = [self._found.popleft() for _ in range(min(most, len(self._found)))]
-        if self.over:
-            self._ended_keys.clear()
+    def pop_found(self, max_records: int) -> list[FoundRecord]:
+        """Remove and return at most `max_records` records."""
+        taken = [self._found.popleft() for _ in range(min(max_records, len(self._found)))]
+        if self.is_complete:
+            self._deleted_keys.clear()
             self._purges.clear()
         return taken
 
-    def ended(self, key: bytes) -> None:
-        """Record that an entry was deleted, so that `is_ended` is true for its record if the scan finds
+    def record_deleted(self, key: bytes) -> None:
+        """Record that an entry was deleted, so that `is_deleted` is true for its record if the scan finds
         it."""
-        if not self.over:
-            self._ended_keys.add(key)
+        if not self.is_complete:
+            self._deleted_keys.add(key)
 
-    def purged(self, rule: PurgeRule) -> None:
-        """Record that a purge has begun, so that `is_ended` is true for matching records that are found
+    def record_purge(self, rule: PurgeRule) -> None:
+        """Record that a purge has begun, so that `is_deleted` is true for matching records that are found
         later."""
-        if not self.over and not rule.dry_run:
+        if not self.is_complete and not rule.dry_run:
             self._purges.append((rule, time.time()))
 
-    def is_ended(self, found: FoundRecord) -> bool:
+    def is_deleted(self, found: FoundRecord) -> bool:
         """Return whether the record's entry was deleted or purged since the scan began."""
         header = found.header
-        return header.key in self._ended_keys or any(
-            header.written_s < begun_s and purge_names(rule, header.app, begun_s - header.written_s)
+        return header.key in self._deleted_keys or any(
+            header.written_s < begun_s and matches_purge(rule, header.app, begun_s - header.written_s)
             for rule, begun_s in self._purges
         )
 
-    def _read_portion(self, scan: _SegmentScan) -> None:
-        self._workers.read_later(scan.order, scan.portion, functools.partial(self._read, scan))
+    def _schedule_step(self, scan: _SegmentScan) -> None:
+        self._workers.read_in_background(
+            scan.order, scan.run_step, functools.partial(self._on_step_done, scan)
+        )
 
-    def _read(self, scan: _SegmentScan, over: bool | DiskFailure) -> None:
-        if over is False:
-            self._read_portion(scan)
+    def _on_step_done(self, scan: _SegmentScan, result: bool | DiskFailure) -> None:
+        if result is False:
+            self._schedule_step(scan)
             return
-        self._unread -= 1
-        if over is True:
+        self._unread_segments -= 1
+        if result is True:
             # As with segments, the newest record is first, because an entry may have several records, and the
             # newest of them counts.
             self._found.extend(reversed(scan.records))
-        elif getattr(over, "errno", 0) != errno.ENOENT:
+        elif getattr(result, "errno", 0) != errno.ENOENT:
             # With ENOENT, the segment was dropped to free space for new records.
             _log.warning(
-                "a segment of the store's disk cannot be read, so none of its entries are used: %s", over
+                "a segment of the store's disk cannot be read, so none of its entries are used: %s", result
             )
 
 
@@ -370,10 +346,10 @@ class _SegmentScan:
         self.records: list[FoundRecord] = []
         self._steps = files.scan(number)
 
-    def portion(self) -> bool:
+    def run_step(self) -> bool:
         """Scan for a few milliseconds, on a worker's thread. Return whether the segment's scan is
         complete."""
-        end_s = time.monotonic() + _PORTION_S
+        end_s = time.monotonic() + _SCAN_STEP_S
         for found in self._steps:
             if found is not None:
                 self.records.append(found)
@@ -382,7 +358,80 @@ class _SegmentScan:
         return True
 
 
-def purge_names(rule: PurgeRule, app: str, age_s: float) -> bool:
+def matches_purge(rule: PurgeRule, app: str, age_s: float) -> bool:
     """Return whether a purge deletes an entry on disk. The time since the entry's last read is unknown, so
     the entry's age is used instead, which is at least as long."""
     return rule.app in (None, app) and age_s >= max(rule.older_s, rule.unused_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDisk:
+    """Disk folder that this daemon has locked, with its limits."""
+
+    files: SegmentFiles
+    size_bytes: int
+    write_bytes_s: int | None = None
+
+
+def open_disk(
+    path: Path, secret: bytes, *, size_bytes: int | None = None, write_bytes_s: int | None = None
+) -> OpenedDisk:
+    """Open the disk folder `path`.
+
+    Raises ConfigError if the folder cannot be used, or if the package for encryption is not installed.
+
+    Args:
+        size_bytes: Maximum size of the folder's files in bytes. None: half of the free space on the file
+            system. Existing files in the folder count as free space.
+    """
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(
+            _SETTING,
+            "a store encrypts the entries that it writes to a disk, but cryptography is not installed",
+            "Run: pip install 'cornplug[disk]'",
+        )
+    files = SegmentFiles(path, secret, setting=_SETTING)
+    try:
+        if size_bytes is None:
+            own = sum(used for _, used in files.list_segments())
+            size_bytes = (files.free_bytes() + own) // 2
+    except OSError as e:
+        files.close()
+        raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
+    if size_bytes < MIN_BYTES:
+        files.close()
+        raise ConfigError(
+            "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Use 1 GiB or more."
+        )
+    return OpenedDisk(files, size_bytes, write_bytes_s)
+
+
+def _next_magic(fd: int, offset: int) -> int:
+    """Return the offset of the next possible header, or `at + _SKIP_BYTES` if there is no header before that
+    offset. Raises OSError."""
+    data = os.pread(fd, _SKIP_BYTES, offset)
+    found = data.find(MAGIC)
+    while found % ALIGN_BYTES and found >= 0:
+        found = data.find(MAGIC, found + 1)
+    return offset + (found if found >= 0 else _SKIP_BYTES)
+
+
+def _segment_name(number: int) -> str:
+    return f"segment-{number:08d}"
+
+
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> int:
+    view, done = memoryview(data), 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], offset + done)
+    return done
+
+
+def _read_all(fd: int, buffer: memoryview, offset: int) -> memoryview:
+    done = 0
+    while done < buffer.nbytes:
+        size = os.preadv(fd, [buffer[done:]], offset + done)
+        if not size:
+            raise RecordDamaged("the record ends before its last byte")
+        done += size
+    return buffer

@@ -28,17 +28,17 @@ from cornplug.store.far.open_far import FarFailure
 
 _CHANNELS: Final = 4
 """Number of sockets to the process: one for each thread of a `FarPeer` that makes calls."""
-_LONGEST_S: Final = 6
+_CALL_TIMEOUT_S: Final = 6
 """Time limit of a call in seconds. With Mooncake, a call to a dead master takes 4.5 s, and Mooncake's client
 then finds a new master itself."""
-_START_S: Final = 60
+_START_TIMEOUT_S: Final = 60
 """Time limit for the start of the process in seconds. The process loads libraries, perhaps on busy cores."""
 _READY: Final = b"ready"
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
-class Question(msgspec.Struct, array_like=True):
+class FarRequest(msgspec.Struct, array_like=True):
     """Call of a `FarStore` method, as sent to the process."""
 
     call: Literal["exists", "get", "put", "delete"]
@@ -46,7 +46,7 @@ class Question(msgspec.Struct, array_like=True):
     record: bytes = b""
 
 
-class Answer(msgspec.Struct, array_like=True):
+class FarReply(msgspec.Struct, array_like=True):
     """Result of a call, as sent by the process. If the call failed, `failure` is the reason."""
 
     failure: str = ""
@@ -58,44 +58,44 @@ class ProcessFarStore:
     """Far store accessed through a process that runs one module.
 
     Args:
-        module: Module to run. It reads `settings` with `client_settings`, and passes a function that handles
+        module: Module to run. It reads `settings` with `read_settings`, and passes a function that handles
             calls to `serve`.
         settings: Settings of the process. They are sent to its standard input, because other users can read
             its command line.
         variables: Environment variables of the process. Values from the daemon's environment replace them.
     """
 
-    most_names = 1024
+    max_names = 1024
 
     def __init__(
-        self, module: str, settings: msgspec.Struct, *, most_bytes: int, variables: Mapping[str, str]
+        self, module: str, settings: msgspec.Struct, *, max_bytes: int, variables: Mapping[str, str]
     ) -> None:
-        self.most_bytes = most_bytes
-        self._make = functools.partial(_Client, module, msgspec.msgpack.encode(settings), variables)
+        self.max_bytes = max_bytes
+        self._start_client = functools.partial(_Client, module, msgspec.msgpack.encode(settings), variables)
         self._lock = threading.Lock()
-        self._client = self._make()
+        self._client = self._start_client()
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        return list(self._ask(Question("exists", names)).there)
+        return list(self._call(FarRequest("exists", names)).there)
 
     def get(self, name: str) -> bytes | None:
-        return self._ask(Question("get", [name])).record
+        return self._call(FarRequest("get", [name])).record
 
     def put(self, name: str, record: bytes) -> None:
-        self._ask(Question("put", [name], record))
+        self._call(FarRequest("put", [name], record))
 
     def delete(self, names: Sequence[str]) -> None:
-        self._ask(Question("delete", names))
+        self._call(FarRequest("delete", names))
 
     def close(self) -> None:
-        self._client.leave()
+        self._client.close()
 
-    def _ask(self, question: Question) -> Answer:
+    def _call(self, request: FarRequest) -> FarReply:
         with self._lock:
-            if self._client.ended:
-                self._client = self._make()
+            if self._client.has_exited:
+                self._client = self._start_client()
             client = self._client
-        answer = client.ask(question)
+        answer = client.call(request)
         if answer.failure:
             raise FarFailure(answer.failure)
         return answer
@@ -112,12 +112,12 @@ class _Client:
         theirs = []
         for _ in range(_CHANNELS):
             mine, its = socket.socketpair()
-            limit = struct.pack("@ll", _LONGEST_S, 0)
+            limit = struct.pack("@ll", _CALL_TIMEOUT_S, 0)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 mine.setsockopt(socket.SOL_SOCKET, option, limit)
             self._idle.put((Connection(mine.detach()), False))
             theirs.append(its)
-        self._gives_up_s = time.monotonic() + _START_S
+        self._start_deadline_s = time.monotonic() + _START_TIMEOUT_S
         descriptors = [its.fileno() for its in theirs]
         # With its own session, the process does not receive a terminal's signals. Its errors go to the
         # daemon's log.
@@ -132,21 +132,21 @@ class _Client:
             into.write(settings)
 
     @property
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         return self._process.poll() is not None
 
-    def ask(self, question: Question) -> Answer:
+    def call(self, request: FarRequest) -> FarReply:
         """Send a call and return its result. If the call fails, raises FarFailure and kills the process,
         unless it is still starting."""
         try:
-            channel, ready = self._idle.get(timeout=_LONGEST_S)
+            channel, ready = self._idle.get(timeout=_CALL_TIMEOUT_S)
             if not ready:
-                if not channel.poll(_LONGEST_S) and time.monotonic() < self._gives_up_s:
+                if not channel.poll(_CALL_TIMEOUT_S) and time.monotonic() < self._start_deadline_s:
                     self._idle.put((channel, False))
                     raise FarFailure(f"the process {self._name} has not started yet")
                 channel.recv_bytes()
-            channel.send_bytes(msgspec.msgpack.encode(question))
-            answer = msgspec.msgpack.decode(channel.recv_bytes(), type=Answer)
+            channel.send_bytes(msgspec.msgpack.encode(request))
+            answer = msgspec.msgpack.decode(channel.recv_bytes(), type=FarReply)
         except FarFailure:
             raise
         except (OSError, EOFError, Empty) as e:
@@ -156,22 +156,23 @@ class _Client:
         self._idle.put((channel, True))
         return answer
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Close the idle sockets, so that the process releases its resources and ends."""
         with contextlib.suppress(Empty):
             while True:
                 self._idle.get_nowait()[0].close()
 
 
-def client_settings(kind: type[Settings]) -> Settings:
+def read_settings(settings_type: type[Settings]) -> Settings:
     """Read the settings that the daemon has sent to this process."""
-    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=settings_type)
 
 
-def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> None:
+def serve(handle: Callable[[FarRequest], FarReply], descriptors: Sequence[int]) -> None:
     """Reply to the daemon's calls, with one thread per socket, until the daemon has closed all sockets."""
     threads = [
-        threading.Thread(target=_serve, args=(answer, Connection(descriptor))) for descriptor in descriptors
+        threading.Thread(target=_serve_channel, args=(handle, Connection(descriptor)))
+        for descriptor in descriptors
     ]
     for thread in threads:
         thread.start()
@@ -179,9 +180,9 @@ def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> N
         thread.join()
 
 
-def _serve(answer: Callable[[Question], Answer], channel: Connection) -> None:
+def _serve_channel(handle: Callable[[FarRequest], FarReply], channel: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         channel.send_bytes(_READY)
         while True:
-            question = msgspec.msgpack.decode(channel.recv_bytes(), type=Question)
-            channel.send_bytes(msgspec.msgpack.encode(answer(question)))
+            question = msgspec.msgpack.decode(channel.recv_bytes(), type=FarRequest)
+            channel.send_bytes(msgspec.msgpack.encode(handle(question)))

@@ -19,21 +19,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
-from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_format import RecordDamaged
-from cornplug.store.disk.tier_protocols import FAR_OWNER, MemoryTier, TieredEntry
-from cornplug.store.far.far_peer import FarPeer, Write
-from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
+from cornplug.store.disk.disk_workers import FAR_OWNER, DiskFailure, DiskWorkers, MemoryTier, TieredEntry
+from cornplug.store.disk.record_format import FarRecord, FarSealer, RecordDamaged, RecordHead
+from cornplug.store.far.far_peer import FarPeer, WriteFunction
 from cornplug.store.far.open_far import FarStore, OpenedFar
 from cornplug.store.store_stats import FarStat
 
-MOST_SHOWN: Final = 1 << 15
+MAX_SHOWN: Final = 1 << 15
 """Maximum number of entries that the tier shows in the table. If there are more, the oldest are removed."""
-MOST_RECALLED: Final = 1024
+MAX_RECALLED: Final = 1024
 """Maximum number of entries that wait to be fetched. Recalls of further entries are refused."""
-_FETCHING: Final = 4
+_MAX_FETCHES: Final = 4
 """Maximum number of records that are being fetched or wait for memory."""
-_HIDE_AT_ONCE: Final = 256
+_HIDDEN_PER_STEP: Final = 256
 """Number of entries that one iteration of the loop removes from the table when no peer responds."""
 
 
@@ -41,68 +39,68 @@ class FarTier:
     """Far tier of one daemon.
 
     Args:
-        on_disk: Function that returns whether an entry is on this host's disk.
-        show_answers: Function that shows in the table whether a far store responds.
+        is_on_disk: Function that returns whether an entry is on this host's disk.
+        show_far_up: Function that shows in the table whether a far store responds.
         show_ticket: Function that shows in the table that the lookup with a ticket is complete.
     """
 
     def __init__(
         self,
         far: OpenedFar,
-        above: MemoryTier,
+        memory_tier: MemoryTier,
         *,
-        on_disk: Callable[[bytes], bool],
-        show_answers: Callable[[bool], None],
+        is_on_disk: Callable[[bytes], bool],
+        show_far_up: Callable[[bool], None],
         show_ticket: Callable[[int], None],
     ) -> None:
-        self._sealer = FarSealer(far.secret, far.sealing)
-        self._peers = [FarPeer(label, store, self._sealer, self._found) for label, store in far.stores]
-        self._index, self._rules, self._marks = above.index, above.rules, above.marks
-        self._memory = above.memory
-        self._on_disk, self._show_answers, self._show_ticket = on_disk, show_answers, show_ticket
+        self._sealer = FarSealer(far.secret, far.sealing_secrets)
+        self._peers = [FarPeer(label, store, self._sealer, self._on_found) for label, store in far.stores]
+        self._index, self._rules, self._marks = memory_tier.index, memory_tier.rules, memory_tier.marks
+        self._memory = memory_tier.memory
+        self._is_on_disk, self._show_far_up, self._show_ticket = is_on_disk, show_far_up, show_ticket
         self._shown: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._waiting: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._fetching: dict[bytes, FarPeer] = {}
         self._arrived: deque[tuple[bytes, FarRecord]] = deque()
-        self._answers = False
-        show_answers(False)
+        self._is_up = False
+        show_far_up(False)
 
     @property
-    def pollable(self) -> list[DiskWorkers]:
+    def wakeup_sources(self) -> list[DiskWorkers]:
         """Descriptors that are readable when `step` has work."""
-        return [workers for peer in self._peers for workers in peer.pollable]
+        return [workers for peer in self._peers for workers in peer.wakeup_sources]
 
     @property
-    def busy(self) -> bool:
+    def has_pending_work(self) -> bool:
         """Whether `step` has more to do immediately."""
-        return not self._answers and bool(self._shown)
+        return not self._is_up and bool(self._shown)
 
-    def added(self, entry: TieredEntry) -> None:
+    def on_added(self, entry: TieredEntry) -> None:
         """Offer an entry in memory to each peer."""
         self._shown.pop(entry.key, None)
         for peer in self._peers:
             peer.offer(entry.key)
 
-    def read(self, entries: Iterable[TieredEntry]) -> None:
+    def on_read(self, entries: Iterable[TieredEntry]) -> None:
         """Handle reads of entries in memory. Each entry is written to the peers that do not have it."""
         for entry in entries:
             for peer in self._peers:
-                peer.confirm(entry.key, entry.location.size)
+                peer.ensure_stored(entry.key, entry.location.size)
 
-    def ended(self, key: bytes, cause: str) -> None:
+    def on_removed(self, key: bytes, cause: str) -> None:
         """Handle the removal of an entry from memory."""
         if cause != "evicted":
-            self.forget(key)
+            self.delete(key)
             return
-        peer = next((one for one in self._peers if one.answers and one.has(key)), None)
+        peer = next((one for one in self._peers if one.is_up and one.is_stored(key)), None)
         if peer is not None:
             self._show(key, peer)
 
-    def forget(self, key: bytes) -> bool:
+    def delete(self, key: bytes) -> bool:
         """Stop reading a deleted or expired entry from the peers, and delete it from the peers that are known
         to have it. Return whether the table showed the entry because of this tier."""
         for peer in self._peers:
-            peer.forget(key, shun=True, delete=True)
+            peer.forget(key, until_rewritten=True, delete=True)
         self._waiting.pop(key, None)
         return self._hide(key)
 
@@ -115,16 +113,16 @@ class FarTier:
         """
         unknown = []
         for key in keys:
-            if self._index.find(key) is not None or self._on_disk(key):
+            if self._index.find(key) is not None or self._is_on_disk(key):
                 continue
             peer = self._shown.get(key)
             if peer is None:
                 unknown.append(key)
             elif key not in self._waiting and key not in self._fetching:
-                if len(self._waiting) < MOST_RECALLED:
+                if len(self._waiting) < MAX_RECALLED:
                     self._waiting[key] = peer
                 else:
-                    peer.reads["refused"] += 1
+                    peer.read_counts["refused"] += 1
         if unknown or ticket:
             left = len(self._peers)
 
@@ -135,28 +133,28 @@ class FarTier:
                     self._show_ticket(ticket)
 
             for peer in self._peers:
-                peer.ask(unknown, over)
+                peer.look_up(unknown, over)
 
     def step(self) -> None:
         """Process the results of the threads, and start more work."""
         for peer in self._peers:
-            peer.step(self._writing)
-        answers = any(peer.answers for peer in self._peers)
-        if answers != self._answers:
-            self._answers = answers
-            self._show_answers(answers)
+            peer.step(self._make_write)
+        answers = any(peer.is_up for peer in self._peers)
+        if answers != self._is_up:
+            self._is_up = answers
+            self._show_far_up(answers)
         if not answers:
-            for key in list(self._shown)[:_HIDE_AT_ONCE]:
+            for key in list(self._shown)[:_HIDDEN_PER_STEP]:
                 self._waiting.pop(key, None)
                 self._hide(key)
-        self._place_arrived()
-        while self._waiting and len(self._fetching) < _FETCHING:
+        self._open_arrived()
+        while self._waiting and len(self._fetching) < _MAX_FETCHES:
             key, peer = self._waiting.popitem(last=False)
-            if not peer.answers:
-                self._end_unread(key, peer, "error")
+            if not peer.is_up:
+                self._fail_fetch(key, peer, "error")
             elif self._index.find(key) is None:
                 self._fetching[key] = peer
-                peer.fetch(key, functools.partial(self._fetched, key))
+                peer.fetch(key, functools.partial(self._on_fetched, key))
 
     def stat(self) -> dict[str, FarStat]:
         """Return a snapshot of each peer's statistics."""
@@ -167,92 +165,94 @@ class FarTier:
         for peer in self._peers:
             peer.close()
 
-    def _found(self, peer: FarPeer, keys: Sequence[bytes]) -> None:
+    def _on_found(self, peer: FarPeer, keys: Sequence[bytes]) -> None:
         for key in keys:
             if self._index.find(key) is None:
                 self._show(key, peer)
 
     def _show(self, key: bytes, peer: FarPeer) -> None:
-        if key in self._shown or self._on_disk(key):
+        if key in self._shown or self._is_on_disk(key):
             return
         self._marks.show_on_disk(key)
         self._shown[key] = peer
-        if len(self._shown) > MOST_SHOWN:
+        if len(self._shown) > MAX_SHOWN:
             self._hide(next(iter(self._shown)))
 
     def _hide(self, key: bytes) -> bool:
         if self._shown.pop(key, None) is None:
             return False
-        if not self._on_disk(key):
+        if not self._is_on_disk(key):
             self._marks.hide_on_disk(key)
         return True
 
-    def _fetched(self, key: bytes, record: FarRecord | DiskFailure | None) -> None:
+    def _on_fetched(self, key: bytes, record: FarRecord | DiskFailure | None) -> None:
         peer = self._fetching[key]
         if isinstance(record, FarRecord):
             ttl_s = self._rules.ttl_s(record.head.app)
             if ttl_s is None or time.time() - record.head.written_s < ttl_s:
                 self._arrived.append((key, record))
                 return
-            self._end_unread(key, peer, "gone", shun=True)
+            self._fail_fetch(key, peer, "gone", until_rewritten=True)
         elif record is None:
-            self._end_unread(key, peer, "gone")
+            self._fail_fetch(key, peer, "gone")
         elif isinstance(record, RecordDamaged):
-            self._end_unread(key, peer, "damaged", shun=True)
+            self._fail_fetch(key, peer, "damaged", until_rewritten=True)
         else:
-            self._end_unread(key, peer, "error")
+            self._fail_fetch(key, peer, "error")
 
-    def _end_unread(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
+    def _fail_fetch(self, key: bytes, peer: FarPeer, outcome: str, *, until_rewritten: bool = False) -> None:
         """End a fetch that did not produce an entry, and stop showing the entry, so that clients do not wait
         for it."""
         self._fetching.pop(key, None)
-        peer.reads[outcome] += 1
-        peer.forget(key, shun=shun)
+        peer.read_counts[outcome] += 1
+        peer.forget(key, until_rewritten=until_rewritten)
         self._hide(key)
 
-    def _place_arrived(self) -> None:
+    def _open_arrived(self) -> None:
         """Start to open fetched records, as far as memory is available."""
         while self._arrived:
             key, record = self._arrived[0]
             head = record.head
             room = self._index.reserve(
                 FAR_OWNER, [(key, head.payload_bytes)], ReserveTerms(head.app, cost_s=head.cost_s),
-                now_s=time.monotonic(), promotes=True,
+                now_s=time.monotonic(), is_promotion=True,
             )[0]  # fmt: skip
             if room is ReserveRefusal.GROWING:
                 return
             self._arrived.popleft()
             peer = self._fetching[key]
             if isinstance(room, Reservation):
-                work = functools.partial(self._open, record, room)
-                peer.open_into(work, functools.partial(self._opened, key, record, room))
+                work = functools.partial(self._open_record, record, room)
+                peer.run_on_reader(work, functools.partial(self._on_opened, key, record, room))
             else:
                 # The table keeps showing the entry, because memory may be available later.
                 del self._fetching[key]
-                peer.reads[room.value] += 1
+                peer.read_counts[room.value] += 1
 
-    def _open(self, record: FarRecord, room: Reservation) -> bool:
+    def _open_record(self, record: FarRecord, reservation: Reservation) -> bool:
         """Open a record into the reserved memory. Return False if the reservation has already ended. Runs on
         a worker thread."""
-        if not self._memory.may_write(room.location):
+        if not self._memory.may_write(reservation.location):
             return False
-        record.open_into(self._memory.view(room.location))
+        record.open_into(self._memory.view(reservation.location))
         return True
 
-    def _opened(self, key: bytes, record: FarRecord, room: Reservation, result: bool | DiskFailure) -> None:
+    def _on_opened(
+        self, key: bytes, record: FarRecord, reservation: Reservation, result: bool | DiskFailure
+    ) -> None:
         peer = self._fetching.pop(key)
         age_s = max(0.0, time.time() - record.head.written_s)
-        if result is True and peer.knows(key):
-            done = self._index.commit(FAR_OWNER, room.token, record.head.meta, age_s=age_s)
-            peer.reads["read" if done else "late"] += 1
+        if result is True and peer.was_stored(key):
+            done = self._index.commit(FAR_OWNER, reservation.token, record.head.meta, age_s=age_s)
+            peer.read_counts["read" if done else "late"] += 1
             return
-        self._index.release(FAR_OWNER, [room.token], now_s=time.monotonic())
+        self._index.release(FAR_OWNER, [reservation.token], now_s=time.monotonic())
         if isinstance(result, RecordDamaged):
-            self._end_unread(key, peer, "damaged", shun=True)
+            self._fail_fetch(key, peer, "damaged", until_rewritten=True)
         else:
-            peer.reads["late"] += 1
+            peer.read_counts["late"] += 1
 
-    def _writing(self, key: bytes) -> Write | None:
+    def _make_write(self, key: bytes) -> WriteFunction | None:
         """Return a function that writes an entry to a peer, or None if the entry has left memory."""
         entry = self._index.find(key)
         if entry is None:
@@ -260,17 +260,17 @@ class FarTier:
         written_s = time.time() - (time.monotonic() - entry.written_s)
         head = RecordHead(entry.app, entry.cost_s, written_s, entry.location.size, entry.meta)
         payload = self._memory.view(entry.location)
-        return functools.partial(self._write, entry, head, payload)
+        return functools.partial(self._write_record, entry, head, payload)
 
-    def _write(
-        self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, over: bool
+    def _write_record(
+        self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, replace: bool
     ) -> tuple[str, int]:
-        """Write an entry to a far store, and return the outcome and the number of bytes written. If `over` is
-        set, an existing record is replaced. Runs on a worker thread."""
-        if self._sealer.sealed_bytes(head) > store.most_bytes:
+        """Write an entry to a far store, and return the outcome and the number of bytes written. If `replace`
+        is set, an existing record is replaced. Runs on a worker thread."""
+        if self._sealer.sealed_bytes(head) > store.max_bytes:
             return "too_large", 0
-        name = self._sealer.name(entry.key)
-        if not over and store.exists([name])[0]:
+        name = self._sealer.record_name(entry.key)
+        if not replace and store.exists([name])[0]:
             return "present", 0
         record = self._sealer.seal(entry.key, head, payload)
         # The entry has no lease, so its memory may have been reused.

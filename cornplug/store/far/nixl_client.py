@@ -39,18 +39,18 @@ from typing import Final, Literal
 
 import msgspec
 
-from cornplug.store.far.client_process import Answer, Question, client_settings, serve
+from cornplug.store.far.client_process import FarReply, FarRequest, read_settings, serve
 from cornplug.store.far.nixl_agent import NixlAgent, RecordRing
 
-MOST_BYTES: Final = 32 << 20
-_ANSWER_S: Final = 0.2
+MAX_RECORD_BYTES: Final = 32 << 20
+_REPLY_TIMEOUT_S: Final = 0.2
 """Deadline for the replies of all members in seconds. The daemon's deadline for a lookup is 0.25 s."""
-_MOVE_S: Final = 1.5
+_TRANSFER_TIMEOUT_S: Final = 1.5
 """Deadline for the transfer of a record in seconds. The daemon's deadline for a transfer is 2 s."""
 _PROGRESS_S: Final = 0.0001
 _RETRY_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
-_MOST_CALLERS: Final = 64
-_MOST_FOUND: Final = 1 << 16
+_MAX_CALLERS: Final = 64
+_MAX_FOUND: Final = 1 << 16
 
 
 class MemberSettings(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class MemberSettings(msgspec.Struct, frozen=True):
     """Key derived from the domain's secret."""
 
 
-class MemberQuestion(msgspec.Struct, array_like=True):
+class MemberRequest(msgspec.Struct, array_like=True):
     """Request from one member to another."""
 
     call: Literal["join", "exists", "send", "delete"]
@@ -80,190 +80,197 @@ class MemberQuestion(msgspec.Struct, array_like=True):
     """For "send": address of the requesting member's receive buffer for the record."""
 
 
-class MemberAnswer(msgspec.Struct, array_like=True):
-    """Reply to a `MemberQuestion`."""
+class MemberReply(msgspec.Struct, array_like=True):
+    """Reply to a `MemberRequest`."""
 
     there: Sequence[bool] = ()
     size_bytes: int = -1
     """Size of the record that was sent, in bytes. -1: there is no record of this name."""
 
 
-class OtherMember:
-    """Connection from this member, whose index is `own`, to another member. A thread connects, and reconnects
-    after a failure."""
+class RemoteMember:
+    """Connection from this member, whose index is `own_index`, to another member. A thread connects, and
+    reconnects after a failure."""
 
-    def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own: int) -> None:
-        self._address, self._key, self._agent, self._own = address, key, agent, own
+    def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own_index: int) -> None:
+        self._address, self._key, self._agent, self._own_index = address, key, agent, own_index
         self.lock = threading.Lock()
         """Lock that a caller holds from sending a request until the reply arrives."""
         self._channel: MemberChannel | None = None
-        self._tried, self._broken, self._seen = threading.Event(), threading.Event(), threading.Event()
-        threading.Thread(target=self._keep, name="cornplug-member", daemon=True).start()
+        self._attempted, self._disconnected, self._connect_requested = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
+        threading.Thread(target=self._keep_connected, name="cornplug-member", daemon=True).start()
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether requests can be sent."""
         return self._channel is not None
 
     def wait_for_attempt(self, within_s: float) -> None:
         """Wait until the first attempt to connect has ended."""
-        self._tried.wait(within_s)
+        self._attempted.wait(within_s)
 
-    def listens(self) -> None:
+    def connect_now(self) -> None:
         """Let the thread connect immediately, because the other member has connected to this member and is
         therefore running."""
-        self._seen.set()
+        self._connect_requested.set()
 
-    def ask(self, question: MemberQuestion) -> bool:
+    def send(self, request: MemberRequest) -> bool:
         """Send a request, and return whether it was sent. The caller must hold `lock`."""
         channel = self._channel
         if channel is None:
             return False
         try:
-            channel.send(msgspec.msgpack.encode(question))
+            channel.send(msgspec.msgpack.encode(request))
         except (OSError, EOFError) as e:
-            self._failed(e)
+            self._disconnect(e)
             return False
         return True
 
-    def answer(self, end_s: float, *, moves: bool = False) -> MemberAnswer | None:
+    def receive_reply(self, end_s: float, *, run_nixl: bool = False) -> MemberReply | None:
         """Return the reply to the last request, or None if it does not arrive in time. The caller must hold
         `lock`.
 
         Args:
-            moves: Whether to let NIXL process incoming data during the wait.
+            run_nixl: Whether to let NIXL process incoming data during the wait.
         """
         channel = self._channel
         if channel is None:
             return None
         left_s = max(0.001, end_s - time.monotonic())
         try:
-            body = channel.receive(left_s, self._agent.progress if moves else None, _PROGRESS_S)
-            return msgspec.msgpack.decode(body, type=MemberAnswer)
+            body = channel.receive(left_s, self._agent.progress if run_nixl else None, _PROGRESS_S)
+            return msgspec.msgpack.decode(body, type=MemberReply)
         except (OSError, EOFError, msgspec.MsgspecError) as e:
-            self._failed(e)
+            self._disconnect(e)
             return None
 
-    def _failed(self, why: Exception) -> None:
+    def _disconnect(self, why: Exception) -> None:
         """Close the connection, because a late reply would be mistaken for the reply to another request."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
-            _say(f"member {self._address[0]}:{self._address[1]} does not respond: {type(why).__name__} {why}")
-            self._broken.set()
+            _log_line(
+                f"member {self._address[0]}:{self._address[1]} does not respond: {type(why).__name__} {why}"
+            )
+            self._disconnected.set()
 
-    def _keep(self) -> None:
+    def _keep_connected(self) -> None:
         failures = 0
         while True:
             try:
-                connected = socket.create_connection(self._address, timeout=_ANSWER_S * 5)
-                channel = MemberChannel(connected, self._key, asks=True, within_s=_ANSWER_S * 5)
-                join = MemberQuestion("join", metadata=self._agent.metadata, member=self._own)
+                connected = socket.create_connection(self._address, timeout=_REPLY_TIMEOUT_S * 5)
+                channel = MemberChannel(connected, self._key, is_client=True, within_s=_REPLY_TIMEOUT_S * 5)
+                join = MemberRequest("join", metadata=self._agent.metadata, member=self._own_index)
                 channel.send(msgspec.msgpack.encode(join))
-                channel.receive(_ANSWER_S * 10)
+                channel.receive(_REPLY_TIMEOUT_S * 10)
             except (OSError, EOFError):
-                self._tried.set()
-                self._seen.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
-                self._seen.clear()
+                self._attempted.set()
+                self._connect_requested.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                self._connect_requested.clear()
                 failures += 1
                 continue
             failures = 0
-            self._broken.clear()
+            self._disconnected.clear()
             self._channel = channel
-            self._tried.set()
-            self._broken.wait()
+            self._attempted.set()
+            self._disconnected.wait()
 
 
 class Member:
     """This member. It replies to its daemon's calls with its own records and the records of other members."""
 
-    def __init__(self, agent: NixlAgent, others: Mapping[int, OtherMember]) -> None:
-        self._agent, self._numbered, self._others = agent, others, list(others.values())
+    def __init__(self, agent: NixlAgent, others: Mapping[int, RemoteMember]) -> None:
+        self._agent, self._others_by_index, self._others = agent, others, list(others.values())
         self._ring = RecordRing(agent.segment.view)
-        self._found: OrderedDict[str, OtherMember] = OrderedDict()
+        self._last_holder: OrderedDict[str, RemoteMember] = OrderedDict()
         """Member that was last found to have a record, by the record's name."""
 
-    def answer(self, question: Question) -> Answer:
+    def handle(self, request: FarRequest) -> FarReply:
         """Execute a call of this member's daemon and return the reply."""
-        names = list(question.names)
+        names = list(request.names)
         try:
-            match question.call:
+            match request.call:
                 case "put":
-                    self._ring.put(names[0], question.record)
-                    return Answer()
+                    self._ring.put(names[0], request.record)
+                    return FarReply()
                 case "delete":
                     for name in names:
                         self._ring.delete(name)
-                    answers = self._ask_all(MemberQuestion("delete", names))
+                    answers = self._request_all(MemberRequest("delete", names))
                     if len(answers) < len(self._others):
                         # A disconnected member may still have the records. The daemon deletes them again.
-                        return Answer(failure="not every member has deleted the records")
-                    return Answer()
+                        return FarReply(failure="not every member has deleted the records")
+                    return FarReply()
                 case "exists":
-                    return Answer(there=self._exist(names))
+                    return FarReply(there=self._find(names))
                 case "get":
-                    return Answer(record=self._get(names[0]))
+                    return FarReply(record=self._get(names[0]))
         except (OSError, ValueError) as e:
-            return Answer(failure=str(e))
+            return FarReply(failure=str(e))
 
-    def answer_member(self, question: MemberQuestion, asker: str) -> MemberAnswer:
-        """Execute a request of another member, whose agent has the name `asker`, and return the reply."""
-        match question.call:
+    def handle_member(self, request: MemberRequest, sender: str) -> MemberReply:
+        """Execute a request of another member, whose agent has the name `sender`, and return the reply."""
+        match request.call:
             case "join":
-                if question.member in self._numbered:
-                    self._numbered[question.member].listens()
+                if request.member in self._others_by_index:
+                    self._others_by_index[request.member].connect_now()
             case "exists":
-                return MemberAnswer(there=[name in self._ring for name in question.names])
+                return MemberReply(there=[name in self._ring for name in request.names])
             case "send":
-                with self._ring.held(question.names[0]) as place:
+                with self._ring.hold(request.names[0]) as place:
                     if place is None:
-                        return MemberAnswer()
-                    self._agent.send(place, asker, question.address, _MOVE_S)
-                    return MemberAnswer(size_bytes=place[1])
+                        return MemberReply()
+                    self._agent.send(place, sender, request.address, _TRANSFER_TIMEOUT_S)
+                    return MemberReply(size_bytes=place[1])
             case "delete":
-                for name in question.names:
+                for name in request.names:
                     self._ring.delete(name)
-        return MemberAnswer()
+        return MemberReply()
 
-    def _exist(self, names: Sequence[str]) -> list[bool]:
+    def _find(self, names: Sequence[str]) -> list[bool]:
         there = [name in self._ring for name in names]
-        for other, answer in self._ask_all(MemberQuestion("exists", names)):
+        for other, answer in self._request_all(MemberRequest("exists", names)):
             for number, has in enumerate(answer.there[: len(names)]):
                 if has and not there[number]:
                     there[number] = True
-                    self._found[names[number]] = other
-        while len(self._found) > _MOST_FOUND:
-            self._found.popitem(last=False)
+                    self._last_holder[names[number]] = other
+        while len(self._last_holder) > _MAX_FOUND:
+            self._last_holder.popitem(last=False)
         return there
 
-    def _ask_all(self, question: MemberQuestion) -> list[tuple[OtherMember, MemberAnswer]]:
-        """Send a request to all connected members. Return the replies that arrive within `_ANSWER_S`."""
-        end_s = time.monotonic() + _ANSWER_S
+    def _request_all(self, request: MemberRequest) -> list[tuple[RemoteMember, MemberReply]]:
+        """Send a request to all connected members. Return the replies that arrive within
+        `_REPLY_TIMEOUT_S`."""
+        end_s = time.monotonic() + _REPLY_TIMEOUT_S
         asked = []
         with contextlib.ExitStack() as locks:
             for other in self._others:
-                if other.connected and other.lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
+                if other.is_connected and other.lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
                     locks.callback(other.lock.release)
-                    if other.ask(question):
+                    if other.send(request):
                         asked.append(other)
-            answers = [(other, other.answer(end_s)) for other in asked]
+            answers = [(other, other.receive_reply(end_s)) for other in asked]
         return [(other, answer) for other, answer in answers if answer is not None]
 
     def _get(self, name: str) -> bytes | None:
         own = self._ring.get(name)
         if own is not None:
             return own
-        first = self._found.pop(name, None)
+        first = self._last_holder.pop(name, None)
         others = sorted(self._others, key=lambda other: other is not first)
-        end_s = time.monotonic() + _MOVE_S
+        end_s = time.monotonic() + _TRANSFER_TIMEOUT_S
         for other in others:
-            if not other.connected:
+            if not other.is_connected:
                 continue
             left_s = max(0.0, end_s - time.monotonic())
-            with contextlib.suppress(TimeoutError), self._agent.room(left_s) as room, other.lock:
-                if not other.ask(MemberQuestion("send", [name], address=room.address)):
+            with contextlib.suppress(TimeoutError), self._agent.receive_buffer(left_s) as room, other.lock:
+                if not other.send(MemberRequest("send", [name], address=room.address)):
                     continue
-                answer = other.answer(end_s, moves=True)
+                answer = other.receive_reply(end_s, run_nixl=True)
                 if answer is None:
                     raise TimeoutError  # The memory is not reused yet, because the record may still arrive.
                 if 0 <= answer.size_bytes <= room.view.nbytes:
@@ -276,13 +283,13 @@ class Listener:
 
     def __init__(self, listening: socket.socket, key: bytes, agent: NixlAgent, member: Member) -> None:
         self._listening, self._key, self._agent, self._member = listening, key, agent, member
-        self._free = threading.Semaphore(_MOST_CALLERS)
+        self._free_slots = threading.Semaphore(_MAX_CALLERS)
         threading.Thread(target=self._accept, name="cornplug-members", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             connected, _ = self._listening.accept()
-            if not self._free.acquire(blocking=False):
+            if not self._free_slots.acquire(blocking=False):
                 connected.close()
                 continue
             # Keepalive detects a host that has lost its power, so that the connection's thread ends.
@@ -292,34 +299,34 @@ class Listener:
     def _serve(self, connected: socket.socket) -> None:
         channel, asker = None, ""
         try:
-            channel = MemberChannel(connected, self._key, asks=False, within_s=_ANSWER_S * 5)
-            within_s: float | None = _ANSWER_S * 5
+            channel = MemberChannel(connected, self._key, is_client=False, within_s=_REPLY_TIMEOUT_S * 5)
+            within_s: float | None = _REPLY_TIMEOUT_S * 5
             while True:
-                question = msgspec.msgpack.decode(channel.receive(within_s), type=MemberQuestion)
+                question = msgspec.msgpack.decode(channel.receive(within_s), type=MemberRequest)
                 if not asker:
-                    asker, within_s = self._agent.join(question.metadata), None
-                channel.send(msgspec.msgpack.encode(self._member.answer_member(question, asker)))
+                    asker, within_s = self._agent.add_agent(question.metadata), None
+                channel.send(msgspec.msgpack.encode(self._member.handle_member(question, asker)))
         except EOFError:
             pass
         except (OSError, msgspec.MsgspecError) as e:
-            _say(f"the connection from another member ended: {type(e).__name__} {e}")
+            _log_line(f"the connection from another member ended: {type(e).__name__} {e}")
         finally:
             if asker:
-                self._agent.leave(asker)
+                self._agent.remove_agent(asker)
             if channel is not None:
                 channel.close()
-            self._free.release()
+            self._free_slots.release()
 
 
 def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
     """Reply to the daemon's calls until the daemon has closed all sockets."""
     number, listening = _listen(settings)
     try:
-        agent = NixlAgent(segment_bytes=settings.segment_bytes, room_bytes=MOST_BYTES)
+        agent = NixlAgent(segment_bytes=settings.segment_bytes, buffer_bytes=MAX_RECORD_BYTES)
     except ImportError as e:
         sys.exit(f"cornplug: cannot import NIXL: {e}. Run: pip install 'cornplug[far-nixl]'")
     others = {
-        i: OtherMember(address, settings.key, agent, number)
+        i: RemoteMember(address, settings.key, agent, number)
         for i, address in enumerate(settings.members)
         if i != number
     }
@@ -327,8 +334,8 @@ def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
     Listener(listening, settings.key, agent, member)
     # Connect to the members that are running before the daemon's first requests are handled.
     for other in others.values():
-        other.wait_for_attempt(_ANSWER_S)
-    serve(member.answer, descriptors)
+        other.wait_for_attempt(_REPLY_TIMEOUT_S)
+    serve(member.handle, descriptors)
     # Skip NIXL's shutdown, because it waits for other agents, and there is nothing to save.
     os._exit(0)
 
@@ -350,15 +357,15 @@ def _listen(settings: MemberSettings) -> tuple[int, socket.socket]:
     )
 
 
-def _say(what: str) -> None:
+def _log_line(what: str) -> None:
     print(f"cornplug: nixl://: {what}", file=sys.stderr, flush=True)
 
 
-MOST_CHANNEL_BYTES: Final = 1 << 20
+MAX_MESSAGE_BYTES: Final = 1 << 20
 _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 16
 _DOMAIN: Final = b"cornplug member 1"
-_REST: Final = struct.pack("@ll", 2, 0)
+_REST_TIMEOUT: Final = struct.pack("@ll", 2, 0)
 """Time limit for the rest of a message whose first bytes have arrived. This is 2 s as `struct timeval`."""
 
 
@@ -369,44 +376,44 @@ class MemberChannel:
     Args:
         connected: TCP connection, which the channel closes.
         key: Key derived from the domain's secret.
-        asks: Whether this side opened the connection.
+        is_client: Whether this side opened the connection.
         within_s: Maximum time in seconds that the constructor waits for the exchange of random bytes.
     """
 
-    def __init__(self, connected: socket.socket, key: bytes, *, asks: bool, within_s: float) -> None:
+    def __init__(self, connected: socket.socket, key: bytes, *, is_client: bool, within_s: float) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setblocking(True)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connected.setsockopt(socket.SOL_SOCKET, option, _REST)
+            connected.setsockopt(socket.SOL_SOCKET, option, _REST_TIMEOUT)
         self._connection = Connection(connected.detach())
         try:
             mine = secrets.token_bytes(_NONCE_BYTES)
             self._connection.send_bytes(mine)
-            theirs = self._take(within_s, _NONCE_BYTES)
+            theirs = self._receive_bytes(within_s, _NONCE_BYTES)
         except BaseException:
             self._connection.close()
             raise
-        asker, listener = (mine, theirs) if asks else (theirs, mine)
+        asker, listener = (mine, theirs) if is_client else (theirs, mine)
         self._key = hmac.digest(key, _DOMAIN + asker + listener, hashlib.sha256)
         # Each direction has its own mark, so that a message that is sent back to its sender is not valid.
-        self._sends, self._gets = (b">", b"<") if asks else (b"<", b">")
-        self._sent, self._got = itertools.count(), itertools.count()
+        self._send_mark, self._receive_mark = (b">", b"<") if is_client else (b"<", b">")
+        self._send_numbers, self._receive_numbers = itertools.count(), itertools.count()
 
     def send(self, body: bytes) -> None:
-        """Send a message of at most `MOST_CHANNEL_BYTES`."""
-        self._connection.send_bytes(self._mac(self._sends, next(self._sent), body) + body)
+        """Send a message of at most `MAX_MESSAGE_BYTES`."""
+        self._connection.send_bytes(self._mac(self._send_mark, next(self._send_numbers), body) + body)
 
     def receive(
-        self, within_s: float | None, meanwhile: Callable[[], object] | None = None, every_s: float = 0.0
+        self, within_s: float | None, on_idle: Callable[[], object] | None = None, interval_s: float = 0.0
     ) -> bytes:
-        """Return the next message. Until it arrives, call `meanwhile` repeatedly, with pauses of `every_s`.
+        """Return the next message. Until it arrives, call `on_idle` repeatedly, with pauses of `interval_s`.
 
         Raises TimeoutError after `within_s`. Raises PermissionError if the message is not authenticated as
         the next message to this side.
         """
-        message = self._take(within_s, MOST_CHANNEL_BYTES + _MAC_BYTES, meanwhile, every_s)
+        message = self._receive_bytes(within_s, MAX_MESSAGE_BYTES + _MAC_BYTES, on_idle, interval_s)
         mac, body = message[:_MAC_BYTES], message[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(self._gets, next(self._got), body)):
+        if not hmac.compare_digest(mac, self._mac(self._receive_mark, next(self._receive_numbers), body)):
             raise PermissionError(
                 "the other side does not have this domain's secret, or its messages were changed"
             )
@@ -420,23 +427,23 @@ class MemberChannel:
         text = direction + number.to_bytes(8, "little") + body
         return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
 
-    def _take(
+    def _receive_bytes(
         self,
         within_s: float | None,
-        most_bytes: int,
-        meanwhile: Callable[[], object] | None = None,
-        every_s: float = 0.0,
+        max_bytes: int,
+        on_idle: Callable[[], object] | None = None,
+        interval_s: float = 0.0,
     ) -> bytes:
         end_s = None if within_s is None else time.monotonic() + within_s
         while True:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            if self._connection.poll(left_s if meanwhile is None else every_s):
-                return self._connection.recv_bytes(most_bytes)
+            if self._connection.poll(left_s if on_idle is None else interval_s):
+                return self._connection.recv_bytes(max_bytes)
             if left_s == 0.0:
                 raise TimeoutError(f"no message within {within_s:g} s")
-            if meanwhile is not None:
-                meanwhile()
+            if on_idle is not None:
+                on_idle()
 
 
 if __name__ == "__main__":
-    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
+    main(read_settings(MemberSettings), [int(number) for number in sys.argv[1:]])

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ByteSize, Field
 from cornplug.errors import ConfigError
 from cornplug.store.disk.record_format import derive_key
 from cornplug.store.far.client_process import ProcessFarStore
-from cornplug.store.far.nixl_client import MOST_BYTES, MemberSettings
-from cornplug.store.far.open_far import fields_of, label_of
+from cornplug.store.far.nixl_client import MAX_RECORD_BYTES, MemberSettings
+from cornplug.store.far.open_far import label_of, parse_query
 
 _SETTING: Final = "store.far"
 _PORT: Final = 8760
@@ -28,7 +28,7 @@ _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<
 class _NixlOptions(BaseModel, extra="forbid"):
     """Options in the query of a URL."""
 
-    segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
+    segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MAX_RECORD_BYTES)
     own: str = ""
 
 
@@ -39,11 +39,11 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
     try:
         if parts.path.strip("/") or not parts.netloc:
             raise ValueError("it must contain hosts and no path")
-        members = [_member(text) for text in parts.netloc.split("+")]
+        members = [_parse_member(text) for text in parts.netloc.split("+")]
         if len(set(members)) < max(2, len(members)):
             raise ValueError("it needs at least two different hosts")
-        options = fields_of(url, _NixlOptions)
-        own = _own(options.own, members)
+        options = parse_query(url, _NixlOptions)
+        own = _own_index(options.own, members)
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
@@ -57,21 +57,21 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
     key = derive_key(secret, salt=None, info=_KEY_DOMAIN)
     settings = MemberSettings(members, own, int(options.segment), key)
     return ProcessFarStore(
-        "cornplug.store.far.nixl_client", settings, most_bytes=MOST_BYTES,
+        "cornplug.store.far.nixl_client", settings, max_bytes=MAX_RECORD_BYTES,
         variables={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"},
     )  # fmt: skip
 
 
-def _own(text: str, members: Sequence[tuple[str, int]]) -> int:
+def _own_index(text: str, members: Sequence[tuple[str, int]]) -> int:
     """Return the index of a member, or -1 if `text` is empty."""
     if not text:
         return -1
-    if (member := _member(text)) not in members:
+    if (member := _parse_member(text)) not in members:
         raise ValueError(f"'own': {text!r} is not one of the hosts")
     return members.index(member)
 
 
-def _member(text: str) -> tuple[str, int]:
+def _parse_member(text: str) -> tuple[str, int]:
     found = _MEMBER.fullmatch(text)
     port = int(found["port"] or _PORT) if found else 0
     if found is None or not 0 < port < 1 << 16:

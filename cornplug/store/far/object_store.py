@@ -17,7 +17,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, S3Store
 
 from cornplug.errors import ConfigError
-from cornplug.store.far.open_far import MOVE_S, FarFailure
+from cornplug.store.far.open_far import TRANSFER_TIMEOUT_S, FarFailure
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _SETTING: Final = "store.far"
 _PROXIES: Final = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_MOST_BYTES: Final = 64 << 20
-_MOST_NAMES: Final = 64
+_MAX_RECORD_BYTES: Final = 64 << 20
+_MAX_NAMES: Final = 64
 """Number of requests that one lookup makes in parallel."""
 
 
 class ObjectFarStore:
     """Far store in a folder or a bucket."""
 
-    most_bytes = _MOST_BYTES
-    most_names = _MOST_NAMES
+    max_bytes = _MAX_RECORD_BYTES
+    max_names = _MAX_NAMES
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -44,7 +44,7 @@ class ObjectFarStore:
         # Lookups in a folder take less time than starting an event loop.
         local = isinstance(self._store, LocalStore)
         heads = [self._head(name) for name in names] if local else asyncio.run(self._heads(names))
-        return [_is_there(head) for head in heads]
+        return [_exists(head) for head in heads]
 
     def _head(self, name: str) -> ObjectMeta | BaseException:
         try:
@@ -59,20 +59,20 @@ class ObjectFarStore:
     def get(self, name: str) -> bytes | None:
         try:
             found = obstore.get(self._store, name)
-            if found.meta["size"] > _MOST_BYTES:
+            if found.meta["size"] > _MAX_RECORD_BYTES:
                 return None
             return bytes(found.bytes())
         except FileNotFoundError:
             return None
         except (BaseError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
 
     def put(self, name: str, record: bytes) -> None:
         # Without multipart, an interrupted write leaves the former record, or no record.
         try:
             obstore.put(self._store, name, record, use_multipart=False)
         except (BaseError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
 
     def delete(self, names: Sequence[str]) -> None:
         # A bucket deletes all names in one request. A folder would stop at the first missing name.
@@ -83,7 +83,7 @@ class ObjectFarStore:
             except FileNotFoundError:
                 continue
             except (BaseError, OSError) as e:
-                raise _failure(e) from None
+                raise _to_failure(e) from None
 
     def close(self) -> None:
         """Do nothing."""
@@ -109,7 +109,7 @@ def open_s3_url(url: str) -> ObjectFarStore:
     parts = urlsplit(url)
     if not parts.netloc:
         raise ConfigError(_SETTING, f"{url!r} contains no bucket", "Write it as s3://bucket/prefix.")
-    second = datetime.timedelta(seconds=MOVE_S)
+    second = datetime.timedelta(seconds=TRANSFER_TIMEOUT_S)
     try:
         store = S3Store(
             parts.netloc, prefix=unquote(parts.path).strip("/") or None,
@@ -119,7 +119,9 @@ def open_s3_url(url: str) -> ObjectFarStore:
             retry_config={"max_retries": 1, "retry_timeout": second},
         )  # fmt: skip
     except (BaseError, ValueError) as e:
-        raise ConfigError(_SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys.") from e
+        raise ConfigError(
+            _SETTING, f"{url}: {_first_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys."
+        ) from e
     return ObjectFarStore(store)
 
 
@@ -145,19 +147,19 @@ def _is_private(host: str) -> bool:
         return False
 
 
-def _is_there(head: ObjectMeta | BaseException) -> bool:
+def _exists(head: ObjectMeta | BaseException) -> bool:
     if isinstance(head, FileNotFoundError):
         return False
     if isinstance(head, (BaseError, OSError)):
-        raise _failure(head) from None
+        raise _to_failure(head) from None
     if isinstance(head, BaseException):
         raise head
-    return head["size"] <= _MOST_BYTES
+    return head["size"] <= _MAX_RECORD_BYTES
 
 
-def _failure(problem: Exception) -> FarFailure:
-    return FarFailure(_line(problem))
+def _to_failure(problem: Exception) -> FarFailure:
+    return FarFailure(_first_line(problem))
 
 
-def _line(problem: Exception) -> str:
+def _first_line(problem: Exception) -> str:
     return (str(problem).splitlines() or [type(problem).__name__])[0][:300]

@@ -2,7 +2,7 @@
 
 The package for a far store is imported only if a URL needs the package.
 
-Far stores map names to records. Records are sealed (`far_record.py`), because far stores are not trusted.
+Far stores map names to records. Records are sealed (`record_format.py`), because far stores are not trusted.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from urllib.parse import parse_qsl, urlsplit
 from pydantic import BaseModel, ValidationError
 
 from cornplug.errors import ConfigError
-from cornplug.private_paths import is_own_secret, read_secret
+from cornplug.private_paths import is_default_secret, read_secret
 
 Fields = TypeVar("Fields", bound=BaseModel)
 _SETTING: Final = "store.far"
-_SEALING: Final = "store.far_secret_files"
+_SEALING_SETTING: Final = "store.far_secret_files"
 _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
 _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "file": ("object_store", "open_folder_url", "far-object"),
     "s3": ("object_store", "open_s3_url", "far-object"),
-    "mooncake": ("mooncake_store", "open_mooncake_url", "far-mooncake"),
+    "mooncake": ("mooncake_client", "open_mooncake_url", "far-mooncake"),
     "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
 """Module, function that opens the URL, and extra of cornplug that installs the package, by URL scheme."""
-_OF_MEMBERS: Final = frozenset({"nixl"})
+_SCHEMES_WITH_SECRET: Final = frozenset({"nixl"})
 """Schemes whose hosts prove to each other that they have the domain's secret, so the secret is passed to the
 function that opens the URL."""
 
 
-def fields_of(url: str, kind: type[Fields]) -> Fields:
+def parse_query(url: str, model: type[Fields]) -> Fields:
     """Return the query fields of a URL. Raises ValueError, which names the first invalid field."""
     query = urlsplit(url).query
     given = dict(parse_qsl(query, strict_parsing=bool(query)))
     try:
-        return kind.model_validate(given)
+        return model.model_validate(given)
     except ValidationError as e:
         first = e.errors()[0]
         raise ValueError(f"{first['loc'][0]!r}: {first['msg']}") from e
@@ -54,7 +54,7 @@ class OpenedFar:
     stores: Sequence[tuple[str, FarStore]]
     """(label, far store) in the order of the settings."""
     secret: bytes
-    sealing: Sequence[bytes] = ()
+    sealing_secrets: Sequence[bytes] = ()
     """Sealing secrets, as described in `FarSealer`."""
 
 
@@ -67,7 +67,7 @@ def open_far(
     raises ConfigError if `secret_file` is the default file, which is random on each host and therefore does
     not identify a sharing domain.
     """
-    if is_own_secret(secret_file):
+    if is_default_secret(secret_file):
         raise ConfigError(
             "store.secret_file",
             "hosts that share a far store need the same secret, but this host uses its own random secret",
@@ -77,11 +77,11 @@ def open_far(
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(_SETTING, f"{twice!r} is listed twice", "List each far store once.")
-    sealing = [read_secret(path, setting=_SEALING, make=False) for path in sealing_files]
+    sealing = [read_secret(path, setting=_SEALING_SETTING, create=False) for path in sealing_files]
     opened: list[tuple[str, FarStore]] = []
     try:
         for label, url in zip(labels, urls, strict=True):
-            opened.append((label, _open(url, label, secret)))
+            opened.append((label, _open_url(url, label, secret)))
     except ConfigError:
         for _, store in opened:
             store.close()
@@ -89,7 +89,7 @@ def open_far(
     return OpenedFar(opened, secret, sealing)
 
 
-def _open(url: str, label: str, secret: bytes) -> FarStore:
+def _open_url(url: str, label: str, secret: bytes) -> FarStore:
     scheme = urlsplit(url).scheme
     if scheme not in _BACKENDS:
         known = ", ".join(f"{one}://" for one in sorted(_BACKENDS))
@@ -98,7 +98,9 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
     try:
         importlib.import_module("cryptography")
         backend = importlib.import_module(f"cornplug.store.far.{module}")
-        store: FarStore = getattr(backend, function)(url, *([secret] if scheme in _OF_MEMBERS else []))
+        store: FarStore = getattr(backend, function)(
+            url, *([secret] if scheme in _SCHEMES_WITH_SECRET else [])
+        )
     except ImportError as e:
         raise ConfigError(
             _SETTING,
@@ -108,9 +110,9 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
     return store
 
 
-ASK_S: Final = 0.25
+LOOKUP_TIMEOUT_S: Final = 0.25
 """Deadline of a lookup in seconds."""
-MOVE_S: Final = 2.0
+TRANSFER_TIMEOUT_S: Final = 2.0
 """Deadline of one record's transfer, in either direction, in seconds."""
 
 
@@ -122,11 +124,11 @@ class FarStore(Protocol):
     """One far store. Its methods are called on worker threads and may block. They raise FarFailure."""
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Maximum size in bytes of a record that can be written or read."""
 
     @property
-    def most_names(self) -> int:
+    def max_names(self) -> int:
         """Maximum number of names in one lookup."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:

@@ -13,56 +13,56 @@ from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
 from cornplug.errors import ConfigError
-from cornplug.store.far.open_far import ASK_S, MOVE_S, FarFailure, label_of
+from cornplug.store.far.open_far import LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, FarFailure, label_of
 
 _SETTING: Final = "store.far"
-_MOST_BYTES: Final = 4 << 20
+_MAX_RECORD_BYTES: Final = 4 << 20
 """Maximum size of a record in bytes. Larger values would block the server's only thread for too long."""
-_MOST_NAMES: Final = 1024
+_MAX_NAMES: Final = 1024
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
 
 
 class ValkeyFarStore:
     """Far store in one database of a server."""
 
-    most_bytes = _MOST_BYTES
-    most_names = _MOST_NAMES
+    max_bytes = _MAX_RECORD_BYTES
+    max_names = _MAX_NAMES
 
-    def __init__(self, asking: Valkey, moving: Valkey) -> None:
-        self._asking, self._moving = asking, moving
+    def __init__(self, lookup_client: Valkey, transfer_client: Valkey) -> None:
+        self._lookup_client, self._transfer_client = lookup_client, transfer_client
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         try:
-            with self._asking.pipeline(transaction=False) as pipe:
+            with self._lookup_client.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.exists(name)
                 return [found == 1 for found in pipe.execute()]  # type: ignore[no-untyped-call]
         except (ValkeyError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
 
     def get(self, name: str) -> bytes | None:
         # GETRANGE returns at most one byte more than the maximum size. A longer value is truncated, so it
         # cannot be opened.
         try:
-            found: Any = self._moving.getrange(name, 0, _MOST_BYTES)
+            found: Any = self._transfer_client.getrange(name, 0, _MAX_RECORD_BYTES)
         except (ValkeyError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
         return found or None
 
     def put(self, name: str, record: bytes) -> None:
         try:
-            self._moving.set(name, record)
+            self._transfer_client.set(name, record)
         except (ValkeyError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
 
     def delete(self, names: Sequence[str]) -> None:
         try:
-            self._moving.unlink(*names)
+            self._transfer_client.unlink(*names)
         except (ValkeyError, OSError) as e:
-            raise _failure(e) from None
+            raise _to_failure(e) from None
 
     def close(self) -> None:
-        for client in (self._asking, self._moving):
+        for client in (self._lookup_client, self._transfer_client):
             client.close()  # type: ignore[no-untyped-call]
 
 
@@ -76,10 +76,10 @@ def open_valkey_url(url: str) -> ValkeyFarStore:
             raise ValueError("it contains no host")
         clients = [
             Valkey.from_url(
-                address, socket_timeout=deadline_s, socket_connect_timeout=ASK_S, retry=Retry(NoBackoff(), 0),
-                retry_on_timeout=False,
+                address, socket_timeout=deadline_s, socket_connect_timeout=LOOKUP_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0), retry_on_timeout=False,
             )
-            for deadline_s in (ASK_S, MOVE_S)
+            for deadline_s in (LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S)
         ]  # fmt: skip
     except (ValkeyError, ValueError) as e:
         raise ConfigError(
@@ -88,5 +88,5 @@ def open_valkey_url(url: str) -> ValkeyFarStore:
     return ValkeyFarStore(*clients)
 
 
-def _failure(problem: Exception) -> FarFailure:
+def _to_failure(problem: Exception) -> FarFailure:
     return FarFailure(f"{type(problem).__name__}: {problem}"[:300])

@@ -21,17 +21,17 @@ from safetensors import SafetensorError, safe_open
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common.model_identity import engine_of_latents
+from cornplug.engine_common.model_identity import only_engine_of_latents
 from cornplug.errors import CheckpointError, LayoutError
-from cornplug.kv_page import PLANES, PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
-from cornplug.vllm_connector.model.model_config import drafts_with_kv
+from cornplug.kv_page import PLANES, PageGeometry, RankSlice, count_layer_runs, tensor_parallel_heads
+from cornplug.vllm_connector.model.model_config import draft_config_with_kv
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-OF_LATENTS: Final[Mapping[str, str]] = {
+LATENT_FIELDS: Final[Mapping[str, str]] = {
     "head_size": "in the page",
     "dtype": "part of the page geometry, which refuses unknown dtypes",
     "cache_dtype_str": "compared with dtype",
@@ -46,7 +46,7 @@ OF_LATENTS: Final[Mapping[str, str]] = {
 """Fields of vLLM's MLAAttentionSpec that may have any value, each with the reason. All other fields must have
 their default values."""
 
-OF_ATTENTION: Final[Mapping[str, str]] = {
+ATTENTION_FIELDS: Final[Mapping[str, str]] = {
     "num_kv_heads": "compared with the model's when a rank's slice is computed",
     "head_size": "in the page",
     "head_size_v": "compared with head_size",
@@ -75,11 +75,11 @@ _FP8: Final[Mapping[str, str]] = {
 """Values of `PageGeometry.quantised`, by vLLM's name for the cache format."""
 Scales = Mapping[int, tuple[float, float]]
 """Scales of keys and values, (k, v), by layer number. A layer without an entry has scales of 1."""
-_KNOWN: Final = re.compile(
+_KNOWN_SCALE: Final = re.compile(
     r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|qkv_proj\.|([kv])_proj\.)?([kv])_scale$"
 )
 """Pattern of scale names in published compressed-tensors and ModelOpt checkpoints."""
-_OTHER: Final = re.compile(r"(?:kv|k|v)_(?:cache\.)?(?:scale|zero_point)|[kv]_cache\.scale")
+_ANY_SCALE: Final = re.compile(r"(?:kv|k|v)_(?:cache\.)?(?:scale|zero_point)|[kv]_cache\.scale")
 """Pattern of all other names under which vLLM might read a scale of keys or values."""
 
 
@@ -92,10 +92,10 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     if len(cache.kv_cache_groups) != 1:
         raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
     spec: Any = cache.kv_cache_groups[0].kv_cache_spec
-    planes = _planes(spec)
+    planes = _count_planes(spec)
     dtype, quantised = page_dtype(config, spec)
-    require_whole_contexts(config)
-    layers = _layers(config, cache)
+    require_complete_contexts(config)
+    layers = _count_layers(config, cache)
     return PageGeometry(
         page_tokens=page_tokens,
         heads=1 if planes == 1 else config.model_config.get_total_num_kv_heads(),
@@ -103,7 +103,9 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
         dim=spec.head_size,
         dtype=dtype,
         planes=planes,
-        layer_runs=layer_runs(layers, _first_layers(layers, config.parallel_config.pipeline_parallel_size)),
+        layer_runs=count_layer_runs(
+            layers, _first_layers(layers, config.parallel_config.pipeline_parallel_size)
+        ),
         engine=_only_engine(config, planes, quantised),
         quantised=quantised,
     )
@@ -111,7 +113,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
 
 def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
     if planes == 1:
-        return engine_of_latents("vllm", config.model_config.hf_config.to_dict())
+        return only_engine_of_latents("vllm", config.model_config.hf_config.to_dict())
     return "vllm" if quantised else ""  # vLLM's fp8 KV has not been compared with SGLang's.
 
 
@@ -124,27 +126,27 @@ def _first_layers(layers: int, stages: int) -> list[int]:
     return [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
 
 
-def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
+def _count_layers(config: VllmConfig, cache: KVCacheConfig) -> int:
     """Return the number of layers in a page: the model's layers that have their own cache, and a draft
     model's layers."""
     total = config.model_config.get_total_num_hidden_layers()
     if config.parallel_config.pipeline_parallel_size > 1:
         # `cache` may describe a single pipeline stage. Workers detect layers that share caches.
-        if drafts_with_kv(config) is not None:
+        if draft_config_with_kv(config) is not None:
             raise LayoutError(
                 "a draft model with pipeline parallelism is not supported", reason="speculative"
             )
         return total
-    target, drafts = _split(config, cache)
+    target, drafts = _split_layers(config, cache)
     if len(target) > total:
         raise LayoutError(f"{len(target)} KV caches for {total} layers", reason="layout")
     return len(target) + len(drafts)
 
 
-def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
+def checked_draft_config(config: VllmConfig) -> SpeculativeConfig | None:
     """Return the speculative decoding config if the draft model has its own KV, else None. Raises LayoutError
     if the draft model's KV may have gaps."""
-    speculative = drafts_with_kv(config)
+    speculative = draft_config_with_kv(config)
     if speculative is not None and speculative.uses_dynamic_speculative_decoding():
         # With dynamic speculative decoding, the KV has gaps after steps in which the engine was too busy to
         # draft.
@@ -155,7 +157,7 @@ def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
     return speculative
 
 
-def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
+def _split_layers(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
     """Split the layer names of a single cache group into (the model's layers by number, the draft model's
     layers in vLLM's order).
 
@@ -163,7 +165,7 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
     continue the target's numbers, or start again at 0. Raises LayoutError if the draft's and target's KV
     layouts differ.
     """
-    names, speculative = cache.kv_cache_groups[0].layer_names, steady_drafts(config)
+    names, speculative = cache.kv_cache_groups[0].layer_names, checked_draft_config(config)
     count = len(names)
     if speculative is not None:
         model, parallel = config.model_config, config.parallel_config
@@ -178,7 +180,7 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
     return target, names[count:]
 
 
-def _planes(spec: Any) -> int:
+def _count_planes(spec: Any) -> int:
     """Return the number of planes in the blocks of layers with this spec: 2 for full attention (K and V of
     each token), 1 for MLA (one latent per token).
 
@@ -192,7 +194,7 @@ def _planes(spec: Any) -> int:
             f"cornplug does not support the KV layout of {type(spec).__name__} layers",
             reason="attention_kind",
         )
-    require_plain(spec)
+    require_plain_blocks(spec)
     return 1 if type(spec) is MLAAttentionSpec else PLANES
 
 
@@ -215,7 +217,7 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     return RankSlice(heads=heads, layers=layers, writes=writes)
 
 
-def in_page_order(
+def caches_in_page_order(
     config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return this rank's KV caches by layer name, in the order of the layers in a page.
@@ -227,20 +229,20 @@ def in_page_order(
     if config.parallel_config.pipeline_parallel_size > 1:
         names = sorted(kv_caches, key=layer_number)
     else:
-        target, drafts = _split(config, cache)
+        target, drafts = _split_layers(config, cache)
         names = [*target, *drafts]
     # The worker rejects a registration of fewer caches than expected.
     return {name: kv_caches[name] for name in names if name in kv_caches}
 
 
-def require_whole_contexts(config: VllmConfig) -> None:
+def require_complete_contexts(config: VllmConfig) -> None:
     """Raise LayoutError if a rank holds the KV of only some of a request's tokens (context parallelism)."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens across ranks", reason="context_parallel")
 
 
-def require_plain(spec: Any) -> None:
+def require_plain_blocks(spec: Any) -> None:
     """Raise LayoutError unless the blocks of layers with this spec contain K and V, or one latent, for each
     token.
 
@@ -264,18 +266,18 @@ def require_plain(spec: Any) -> None:
             raise LayoutError(
                 "MLA latents that are split across heads or ranks are not supported", reason="attention_kind"
             )
-        if field := unlisted_field(spec, OF_LATENTS):
+        if field := find_unlisted_field(spec, LATENT_FIELDS):
             raise LayoutError(f"cornplug does not support MLA with {field}", reason="attention_kind")
         return
     if spec.head_size_v != spec.head_size:
         raise LayoutError("keys and values have different head sizes", reason="attention_kind")
     if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes is not None:
         raise LayoutError("the attention backend packs its blocks", reason="layout")
-    if field := unlisted_field(spec, OF_ATTENTION):
+    if field := find_unlisted_field(spec, ATTENTION_FIELDS):
         raise LayoutError(f"cornplug does not support attention with {field}", reason="attention_kind")
 
 
-def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
+def find_unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
     """Return the name and value of the first field of `spec` that is neither in `listed` nor at its default.
     Return "" if `spec` has no such field."""
     for field in fields(spec):
@@ -332,19 +334,19 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
         located = checkpoint.locate("language_model")
     except CheckpointError as e:
         raise LayoutError(f"cannot read the scales of the KV cache: {e}", reason=e.reason) from e
-    named = {name: _KNOWN.search(name) for name in located if _OTHER.search(name)}
+    named = {name: _KNOWN_SCALE.search(name) for name in located if _ANY_SCALE.search(name)}
     if strange := [name for name, match in named.items() if not match or match[2] not in (None, match[3])]:
         raise LayoutError(
             f"the checkpoint has a KV scale with an unknown name: {min(strange)}", reason="kv_dtype"
         )
-    if named and drafts_with_kv(config) is not None:
+    if named and draft_config_with_kv(config) is not None:
         raise LayoutError(
             "quantised KV cache scales with a draft model are not supported", reason="speculative"
         )
     found: dict[int, dict[str, float]] = {}
     for name, match in named.items():
         assert match is not None
-        value = _scalar(*located[name]).to(model.dtype).item()
+        value = _read_scalar(*located[name]).to(model.dtype).item()
         if found.setdefault(int(match[1]), {}).setdefault(match[3], value) != value or not value > 0:
             raise LayoutError(
                 f"the checkpoint has no single positive value for scale {name}", reason="kv_dtype"
@@ -365,7 +367,7 @@ def scales_of_layers(scales: Scales, names: Iterable[str]) -> dict[str, tuple[fl
     return {name: scales.get(layer_number(name), (1.0, 1.0)) for name in names}
 
 
-def _scalar(file: Path, name: str) -> torch.Tensor:
+def _read_scalar(file: Path, name: str) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as tensors:
             found: torch.Tensor = tensors.get_tensor(name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cornplug.config import StoreConfig
-from cornplug.engine_common.load_policy import FadedRate, LoadRule
+from cornplug.engine_common.load_policy import EwmaRate, LoadRule
 from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageSize
 from cornplug.store.payload import LEASE_S
@@ -25,17 +25,17 @@ this is longer."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
 """A step is measured if it has at least `_TIMED_TOKENS` more tokens than requests. One in `_TIMED_STEPS` of
 the other steps is measured too."""
-_TIMED_OPEN: Final = 256
-RECALL_FRESH_S: Final = 60.0
+_MAX_TIMED_STEPS: Final = 256
+RECALL_MAX_AGE_S: Final = 60.0
 """Seconds after which measured disk speeds expire, so that reads from a slow disk are tried again."""
 
 
 @dataclass(slots=True)
-class _Loading:
-    began: float
+class _OpenLoad:
+    began_s: float
     size_bytes: int
-    moving_before: float | None
-    """Value of `LoadCosts._moving_s` when the load began, or None if the load overlapped with another
+    copy_s_before: float | None
+    """Value of `LoadCosts._copy_s` when the load began, or None if the load overlapped with another
     load."""
 
 
@@ -45,51 +45,51 @@ class LoadCosts:
 
     def __init__(self, config: StoreConfig, page: PageSize) -> None:
         self.rule = LoadRule(config.load_when)
-        self.page = PageCost()
+        self.page_cost = PageCost()
         """Cost of computing one page's tokens. It is stored with each page that this engine saves."""
         self._config = config
         self._page = page
-        self._recalling = FadedRate()
+        self._recall_rate = EwmaRate()
         """Measured rate of reads from disk, including the delay until this engine notices that the pages have
         arrived."""
-        self._loading: dict[str, _Loading] = {}
-        self._moving_s = 0.0
+        self._open_loads: dict[str, _OpenLoad] = {}
+        self._copy_s = 0.0
         """Total seconds that this engine has spent on copying pages for loads since it started."""
         self._steps = 0
-        self._timed: dict[int, tuple[float, int]] = {}
+        self._timed_steps: dict[int, tuple[float, int]] = {}
         """(time when the step was scheduled, number of tokens) for each measured step, by step number."""
-        self._step_ended = 0.0
-        self._moved = False
+        self._step_ended_s = 0.0
+        self._has_new_bytes = False
         """Whether bytes have been loaded since the last step ended."""
 
     @property
-    def loads_open(self) -> bool:
+    def has_open_loads(self) -> bool:
         """Whether any load is in flight."""
-        return bool(self._loading)
+        return bool(self._open_loads)
 
     @property
     def queued_bytes(self) -> int:
         """Total size in bytes of all loads in flight."""
-        return sum(one.size_bytes for one in self._loading.values())
+        return sum(one.size_bytes for one in self._open_loads.values())
 
-    def pays(self, *, tokens: int, pages: int) -> bool:
+    def should_load(self, *, tokens: int, pages: int) -> bool:
         """Return whether to load `tokens` tokens from `pages` stored pages now. True if loading is faster
         than computing, if the speeds are unknown, or if `store.load_when` is "always"."""
         size_bytes = pages * self._page.page_bytes
-        return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
+        return self.rule.should_load(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
 
-    def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
-        """Return the result of `pays` for a load in which `on_disk` of the pages must first be read from
-        disk."""
+    def should_recall(self, *, tokens: int, pages: int, on_disk: int) -> bool:
+        """Return the result of `should_load` for a load in which `on_disk` of the pages must first be read
+        from disk."""
         page_bytes = self._page.page_bytes
-        recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
-        return self.rule.pays(
-            tokens=tokens, size_bytes=pages * page_bytes, queued_bytes=self.queued_bytes, first_s=recall_s
+        recall_s = self._recall_rate.estimate_s(on_disk * page_bytes, max_age_s=RECALL_MAX_AGE_S) or 0.0
+        return self.rule.should_load(
+            tokens=tokens, size_bytes=pages * page_bytes, queued_bytes=self.queued_bytes, disk_s=recall_s
         )
 
-    def recalled(self, pages: int, seconds: float) -> None:
+    def record_recall(self, pages: int, seconds: float) -> None:
         """Record that reading `pages` pages from disk took `seconds`."""
-        self._recalling.note(pages * self._page.page_bytes, seconds)
+        self._recall_rate.add_sample(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
         """Return the time limit in seconds for a load of `tokens` tokens. After this time, the load is
@@ -105,23 +105,23 @@ class LoadCosts:
         `tokens` missing tokens (see `LoadRule.far_wait_s`)."""
         return self.rule.far_wait_s(tokens)
 
-    def load_began(self, request_id: str, pages: int) -> None:
+    def begin_load(self, request_id: str, pages: int) -> None:
         """Record that a request begins to load `pages` pages."""
-        alone = not self._loading
-        for other in self._loading.values():
+        alone = not self._open_loads
+        for other in self._open_loads.values():
             # The latency of a load cannot be measured while two loads overlap.
-            other.moving_before = None
-        self._loading[request_id] = _Loading(
-            time.monotonic(), pages * self._page.page_bytes, self._moving_s if alone else None
+            other.copy_s_before = None
+        self._open_loads[request_id] = _OpenLoad(
+            time.monotonic(), pages * self._page.page_bytes, self._copy_s if alone else None
         )
 
-    def load_ended(self, request_id: str, *, whole: bool) -> float:
-        """Record the end of a request's load, and return for how many seconds the request waited. `whole` is
-        whether all pages were loaded."""
-        one = self._loading.pop(request_id)
-        waited = time.monotonic() - one.began
-        if whole and one.moving_before is not None:
-            self.rule.noticed(waited - (self._moving_s - one.moving_before))
+    def end_load(self, request_id: str, *, is_complete: bool) -> float:
+        """Record the end of a request's load, and return for how many seconds the request waited.
+        `is_complete` is whether all pages were loaded."""
+        one = self._open_loads.pop(request_id)
+        waited = time.monotonic() - one.began_s
+        if is_complete and one.copy_s_before is not None:
+            self.rule.record_delay(waited - (self._copy_s - one.copy_s_before))
         return waited
 
     def time_step(self, output: SchedulerOutput) -> int:
@@ -134,30 +134,30 @@ class LoadCosts:
         # The tokens alone do not determine the duration of a step that runs the tower.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
-        if len(self._timed) >= _TIMED_OPEN:
-            self._timed.clear()  # The workers no longer acknowledge steps.
-        self._timed[self._steps] = time.monotonic(), tokens
+        if len(self._timed_steps) >= _MAX_TIMED_STEPS:
+            self._timed_steps.clear()  # The workers no longer acknowledge steps.
+        self._timed_steps[self._steps] = time.monotonic(), tokens
         return self._steps
 
-    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
+    def handle_acks(self, acks: CornplugKVWorkerMetadata) -> None:
         """Record the measurements in the workers' acknowledgements."""
-        for number in acks.steps:
-            began, tokens = self._timed.pop(number, (0.0, 0))
+        for number in acks.timed_steps:
+            began, tokens = self._timed_steps.pop(number, (0.0, 0))
             # Steps may be scheduled while other steps run. A step begins to run when the previous step has
             # ended.
-            self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
-        if acks.steps:
-            self.page.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0
+            self.rule.record_step(tokens, time.monotonic() - max(began, self._step_ended_s))
+        if acks.timed_steps:
+            self.page_cost.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0
         if acks.loaded_bytes:
-            self._moving_s += acks.loading_s
-            self.rule.moved(acks.loaded_bytes, acks.loading_s)
-            self._moved = True
+            self._copy_s += acks.loading_s
+            self.rule.record_transfer(acks.loaded_bytes, acks.loading_s)
+            self._has_new_bytes = True
 
-    def step_ended(self) -> None:
+    def record_step_end(self) -> None:
         """Record that the engine has read the output of a step."""
-        self._step_ended = time.monotonic()
-        if self._moved:
-            self._moved = False
-            news = self.rule.news(self._page.page_bytes / self._page.page_tokens)
+        self._step_ended_s = time.monotonic()
+        if self._has_new_bytes:
+            self._has_new_bytes = False
+            news = self.rule.speed_report(self._page.page_bytes / self._page.page_tokens)
             if news:
                 compat.logger.info("cornplug: %s", news)

@@ -13,7 +13,7 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.worker import KVWorker
-from cornplug.vllm_connector.kv_copies.layout import BlockLayout, whole_rows
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, single_row_layout
 
 
 class StateWorker(KVWorker):
@@ -21,17 +21,22 @@ class StateWorker(KVWorker):
     Positions are counted in blocks instead of tokens."""
 
     def __init__(
-        self, pages: RankPages, background_timeout_s: float, *, beside: KVWorker | None, share: float
+        self,
+        pages: RankPages,
+        background_timeout_s: float,
+        *,
+        other_worker: KVWorker | None,
+        slab_share: float,
     ) -> None:
-        super().__init__(pages, 1, background_timeout_s, beside=beside, share=share)
+        super().__init__(pages, 1, background_timeout_s, other_worker=other_worker, slab_share=slab_share)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
-        its id."""
+        """Start to load pages into the requests' blocks. vLLM runs a request after `take_finished` has
+        returned its id."""
         size = self._page.page_tokens
         super().start_loads([replace(load, start=load.start // size, end=load.end // size) for load in loads])
 
-    def _layouts(
+    def _derive_layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
         """Return one layout per layer, in which a block is a single row of bytes. Raises LayoutError if a
@@ -44,7 +49,7 @@ class StateWorker(KVWorker):
                     reason="layout",
                 )
             _require_packed(name, cache, layers[name].kv_cache)
-        return [whole_rows(self._page.dim)] * len(caches)
+        return [single_row_layout(self._page.dim)] * len(caches)
 
 
 def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
@@ -77,7 +82,7 @@ class GroupsWorker:
         self._loading: dict[str, int] = {}
         """Number of cache groups that are still loading pages for a request, by request id."""
         self._failed: set[str] = set()
-        self._failed_now: set[str] = set()
+        self._last_failed: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         """Register this rank's KV caches and their layers, both by layer name.
@@ -86,12 +91,12 @@ class GroupsWorker:
         """
         known = {name for names in self._layer_names for name in names}
         others = caches.keys() - known
-        if known - caches.keys() or not all(_reads(name, known, caches, layers) for name in others):
+        if known - caches.keys() or not all(_reuses_cache(name, known, caches, layers) for name in others):
             error = LayoutError(
                 f"unexpected layers in the KV caches: {sorted(known ^ caches.keys())}", reason="layout"
             )
             for worker in self._workers:
-                worker.refuse(error)
+                worker.report_unusable(error)
             return
         for worker, names in zip(self._workers, self._layer_names, strict=True):
             worker.register({name: caches[name] for name in names}, layers)
@@ -102,8 +107,8 @@ class GroupsWorker:
         self._workers[0].begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
-        its id."""
+        """Start to load pages into the requests' blocks. vLLM runs a request after `take_finished` has
+        returned its id."""
         for load in loads:
             self._loading[load.request_id] = self._loading.get(load.request_id, 0) + 1
             self._workers[load.group].start_loads([load])
@@ -113,34 +118,34 @@ class GroupsWorker:
         for i, worker in enumerate(self._workers):
             worker.start_saves([save for save in saves if save.group == i])
 
-    def stepped(self, number: int) -> None:
+    def record_step_end(self, number: int) -> None:
         """Include the end of timed step `number` in the next acknowledgements."""
-        self._workers[0].stepped(number)
+        self._workers[0].record_step_end(number)
 
-    def give_up_saves(self, names: Collection[str]) -> None:
+    def cancel_saves(self, names: Collection[str]) -> None:
         """Report the pages of these saves as not written, except pages that were already acknowledged. Does
         not wait."""
         for worker in self._workers:
-            worker.give_up_saves(names)
+            worker.cancel_saves(names)
 
     def drain(self) -> None:
         """Wait until no copy reads or writes any KV cache block."""
         for worker in self._workers:
             worker.drain()
 
-    def finished(self) -> set[str]:
+    def take_finished(self) -> set[str]:
         """Return the ids of requests whose load has ended in all groups since the last call, successfully or
         not."""
         received: set[str] = set()
         for worker in self._workers:
-            received |= _over(self._loading, worker.finished())
-            worker.bad_blocks()
-            self._acknowledge(worker.acks())
-        self._failed_now = self._failed & received
+            received |= _finish_groups(self._loading, worker.take_finished())
+            worker.take_bad_blocks()
+            self._merge_acks(worker.take_acks())
+        self._last_failed = self._failed & received
         self._failed -= received
         return received
 
-    def _acknowledge(self, acks: CornplugKVWorkerMetadata | None) -> None:
+    def _merge_acks(self, acks: CornplugKVWorkerMetadata | None) -> None:
         if acks is None:
             return
         self._failed |= acks.failed_loads.keys()
@@ -149,17 +154,17 @@ class GroupsWorker:
         self._acks.aggregate(acks)
         self._acks.loading_s = seconds
 
-    def failed(self) -> set[str]:
-        """Return the ids of the requests that `finished` returned last and whose load failed."""
-        return self._failed_now
+    def failed_loads(self) -> set[str]:
+        """Return the ids of the requests that `take_finished` returned last and whose load failed."""
+        return self._last_failed
 
-    def bad_blocks(self) -> set[int]:
-        """Return an empty set, because `failed` returns the requests whose load failed."""
+    def take_bad_blocks(self) -> set[int]:
+        """Return an empty set, because `failed_loads` returns the requests whose load failed."""
         return set()
 
-    def acks(self) -> CornplugKVWorkerMetadata | None:
+    def take_acks(self) -> CornplugKVWorkerMetadata | None:
         """Return the acknowledgements since the last call, or None if there are none. Call `acks` after
-        `finished`."""
+        `take_finished`."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
@@ -169,7 +174,7 @@ class GroupsWorker:
             worker.close()
 
 
-def _reads(
+def _reuses_cache(
     name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
 ) -> bool:
     """Return whether layer `name` has no cache of its own and uses the cache of a known layer. Pages contain
@@ -178,7 +183,7 @@ def _reads(
     return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
-def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
+def _finish_groups(open_groups: dict[str, int], ended: set[str]) -> set[str]:
     """Count one loading group less for each request in `ended`, and return the ids of requests whose load has
     now ended in all groups."""
     over = set()

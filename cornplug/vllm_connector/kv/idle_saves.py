@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common.page_publish import PagePublisher, free_pages
+from cornplug.engine_common.page_publish import PagePublisher, count_free_pages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm
+from cornplug.vllm_connector.cpu_use import WAKE_TIMER, WakeTimer
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.open_saves import OpenSave
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests, save_name
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from cornplug.vllm_connector.kv.page_events import PageEvents, PageSpan
 
-_SETTLE_S: Final = 0.05
+_IDLE_DELAY_S: Final = 0.05
 """Seconds without a scheduled token after which the engine counts as idle and the first copy begins."""
-_LIMIT_S: Final = 1.0
+_MAX_IDLE_S: Final = 1.0
 """Seconds without a scheduled token after which an engine stops saving until the next idle period. This also
 limits how long a caller that pauses the engine has to wait."""
 _BATCH_BYTES: Final = 32 << 20
@@ -44,7 +44,7 @@ in flight when a new request starts."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _UnsavedPage:
     """Unsaved page of a finished request, and the vLLM blocks that contain it."""
 
     key: bytes
@@ -52,10 +52,10 @@ class _Page:
     """Index of the page within `blocks`, in pages."""
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
-    announced: PageSpan | None = None
+    event_span: PageSpan | None = None
     """Span to announce in KV events when the page is stored, or None if KV events are disabled."""
 
-    def cached(self) -> bool:
+    def is_cached(self) -> bool:
         """Return whether the blocks have contained this page since the request finished.
 
         vLLM removes the hash from a block that it reuses. When vLLM caches a block, it creates a new hash
@@ -78,145 +78,151 @@ class IdleSaves:
         requests: SavingRequests,
         saves: PageSaves,
         publisher: PagePublisher,
-        alarm: EngineAlarm = ALARM,
+        wake_timer: WakeTimer = WAKE_TIMER,
     ) -> None:
         """Prepare idle saves. `publisher` must reserve pages regardless of whether a request has used them
         before."""
-        self._alarm = alarm
-        self._run, self._page = runtime, page
+        self._wake_timer = wake_timer
+        self._runtime, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher
         self._batch_pages = max(1, _BATCH_BYTES // page.page_bytes)
         self.events: PageEvents | None = None
         self._pool: BlockPool | None = None
-        self._unit_tokens = self._unit_blocks = self._most_pages = 0
-        self._finished: deque[dict[int, _Page]] = deque()
+        self._unit_tokens = self._unit_blocks = self._max_pages = 0
+        self._finished: deque[dict[int, _UnsavedPage]] = deque()
         """Unsaved pages of finished requests: one dict per request, by page index. The oldest request is
         first."""
-        self._asking: list[tuple[TrackedRequest, dict[int, _Page]]] = []
+        self._reserving: list[tuple[TrackedRequest, dict[int, _UnsavedPage]]] = []
         """Finished requests with pending reservations, each with its unsaved pages by page index."""
-        self._pages = 0
+        self._page_count = 0
         """Number of pages in `_finished`."""
-        self._growing: list[_Page] = []
+        self._retry_pages: list[_UnsavedPage] = []
         """Pages that the store refused while it was still allocating memory. They are tried again."""
-        self._open: dict[int, OpenSave] = {}
+        self._open_saves: dict[int, OpenSave] = {}
         self._idle_since: float | None = None
-        self._woken = False
+        self._has_timer = False
         """Whether a timer will wake the engine in this pause. If so, the engine need not run steps until
         then."""
-        self._unanswered = False
+        self._store_failed = False
         """Whether the store has failed to reply during this idle period."""
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
         """Set the engine's block pool, whose blocks have `block_size` tokens."""
         # Without prefix caching, vLLM does not keep the blocks of a finished request.
-        if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
+        if self._runtime.config.engine.save != "second" or pool is None or not pool.enable_caching:
             return
         self._pool = pool
         # A page and a block begin together at each multiple of this number of tokens.
         self._unit_tokens = math.lcm(self._page.page_tokens, block_size)
         self._unit_blocks = self._unit_tokens // block_size
-        self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
+        self._max_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
 
     def __bool__(self) -> bool:
-        if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
+        if self._store_failed or not (self._finished or self._retry_pages) or self._requests.has_unfinished():
             return False
-        if self._alarm.replicas_wait():
+        if self._wake_timer.has_waiting_replicas():
             return False  # vLLM sleeps for 1 ms in an empty step, and the replicas would wait.
         if self._idle_since is None:
             return True
         idle_s = time.monotonic() - self._idle_since
-        return idle_s <= _LIMIT_S and not (self._woken and idle_s < _SETTLE_S)
+        return idle_s <= _MAX_IDLE_S and not (self._has_timer and idle_s < _IDLE_DELAY_S)
 
     def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
         """Remember the unsaved pages of a request that has just finished and still has these blocks."""
-        if self._pool is None or not (tracked.unsaved or tracked.asked):
+        if self._pool is None or not (tracked.unsaved_keys or tracked.pending_pages):
             return
-        keys = tracked.unsaved | {asked.index: asked.key for asked in tracked.asked}
-        kept = self.events.kept(tracked, keys) if self.events is not None else {}
-        pages = {i: self._page_of(block_ids, i, keys[i], kept.get(i)) for i in sorted(keys)}
-        if tracked.asked:
-            self._asking.append((tracked, pages))
+        keys = tracked.unsaved_keys | {asked.index: asked.key for asked in tracked.pending_pages}
+        kept = self.events.spans_by_page(tracked, keys) if self.events is not None else {}
+        pages = {i: self._make_page(block_ids, i, keys[i], kept.get(i)) for i in sorted(keys)}
+        if tracked.pending_pages:
+            self._reserving.append((tracked, pages))
         else:
-            self._add(pages)
+            self._add_pages(pages)
 
-    def _add(self, pages: dict[int, _Page]) -> None:
+    def _add_pages(self, pages: dict[int, _UnsavedPage]) -> None:
         self._finished.append(pages)
-        self._pages += len(pages)
-        while self._pages > self._most_pages:
-            self._pages -= len(self._finished.popleft())
+        self._page_count += len(pages)
+        while self._page_count > self._max_pages:
+            self._page_count -= len(self._finished.popleft())
 
-    def _add_answered(self) -> None:
+    def _add_replied(self) -> None:
         """Queue the pages of finished requests after the store has replied to all their reservations. Pages
         for which the store reserved space are left out."""
-        asking, self._asking = self._asking, []
+        asking, self._reserving = self._reserving, []
         for tracked, pages in asking:
-            if tracked.asked:
-                self._asking.append((tracked, pages))
-            elif tracked.unsaved:
-                self._add({index: page for index, page in pages.items() if index in tracked.unsaved})
+            if tracked.pending_pages:
+                self._reserving.append((tracked, pages))
+            elif tracked.unsaved_keys:
+                self._add_pages(
+                    {index: page for index, page in pages.items() if index in tracked.unsaved_keys}
+                )
 
-    def of_step(self, output: SchedulerOutput) -> list[PageSave]:
+    def saves_for_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Return the saves that the worker halves must carry out in this step. Empty if the step computes
         tokens."""
-        if self._asking:
-            self._add_answered()
-        nothing = not (self._finished or self._growing)
-        if output.num_scheduled_tokens or nothing or self._alarm.replicas_wait():
-            self._idle_since, self._unanswered = None, False
+        if self._reserving:
+            self._add_replied()
+        nothing = not (self._finished or self._retry_pages)
+        if output.num_scheduled_tokens or nothing or self._wake_timer.has_waiting_replicas():
+            self._idle_since, self._store_failed = None, False
             return []
         now = time.monotonic()
         if self._idle_since is None:
-            self._idle_since, self._woken = now, self._alarm.set(_SETTLE_S)
-        settled = _SETTLE_S <= now - self._idle_since <= _LIMIT_S
-        if self._unanswered or not settled or self._requests.unfinished():
+            self._idle_since, self._has_timer = now, self._wake_timer.schedule(_IDLE_DELAY_S)
+        settled = _IDLE_DELAY_S <= now - self._idle_since <= _MAX_IDLE_S
+        if self._store_failed or not settled or self._requests.has_unfinished():
             return []
-        if not self._requests.sharing:
-            self.forget()
+        if not self._requests.is_sharing:
+            self.clear()
             return []
-        self._open = {token: save for token, save in self._open.items() if self._saves.is_open(token)}
-        room = self._batch_pages - len(self._open)
-        pages = self._take(min(room, self._free_pages())) if room > 0 else []
+        self._open_saves = {
+            token: save for token, save in self._open_saves.items() if self._saves.is_open(token)
+        }
+        room = self._batch_pages - len(self._open_saves)
+        pages = self._take_unsaved(min(room, self._count_free_pages())) if room > 0 else []
         return self._reserve(pages) if pages else []
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all unsaved pages of finished requests."""
         self._finished.clear()
-        self._asking.clear()
-        self._growing.clear()
-        self._pages = 0
+        self._reserving.clear()
+        self._retry_pages.clear()
+        self._page_count = 0
 
-    def _free_pages(self) -> int:
+    def _count_free_pages(self) -> int:
         """Return the number of pages that fit into the store without an eviction. If no page fits, stop idle
         saves until the next pause.
 
         If the store does not reply, idle saves stop too, so that the engine can sleep. They are tried again
         in the next pause.
         """
-        free = free_pages(self._run, self._page)
+        free = count_free_pages(self._runtime, self._page)
         if free is None:
-            self._unanswered = True
+            self._store_failed = True
             return 0
         if free <= 0:
-            self.forget()
+            self.clear()
         return free
 
-    def _take(self, count: int) -> list[_Page]:
+    def _take_unsaved(self, count: int) -> list[_UnsavedPage]:
         """Remove and return at most `count` unsaved pages that vLLM still caches. Newer requests come first.
         Pages of one request are in order."""
-        pages = [page for page in self._growing[:count] if page.cached()]
-        del self._growing[:count]
+        pages = [page for page in self._retry_pages[:count] if page.is_cached()]
+        del self._retry_pages[:count]
         while self._finished and len(pages) < count:
             newest = self._finished[-1]
             while newest and len(pages) < count:
                 page = newest.pop(next(iter(newest)))
-                self._pages -= 1
-                if page.cached():
+                self._page_count -= 1
+                if page.is_cached():
                     pages.append(page)
             if not newest:
                 self._finished.pop()
         return pages
 
-    def _page_of(self, ids: Sequence[int], index: int, key: bytes, announced: PageSpan | None) -> _Page:
+    def _make_page(
+        self, ids: Sequence[int], index: int, key: bytes, event_span: PageSpan | None
+    ) -> _UnsavedPage:
         """Create the record of page `index` of a request with the block ids `ids`. The record keeps only the
         blocks that contain the page."""
         assert self._pool is not None
@@ -224,24 +230,24 @@ class IdleSaves:
         span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
         blocks = [self._pool.blocks[block] for block in ids[span]]
         hashes = [block.block_hash for block in blocks] if len(blocks) == self._unit_blocks else [None]
-        return _Page(key, place // self._page.page_tokens, blocks, hashes, announced)
+        return _UnsavedPage(key, place // self._page.page_tokens, blocks, hashes, event_span)
 
-    def _reserve(self, pages: list[_Page]) -> list[PageSave]:
+    def _reserve(self, pages: list[_UnsavedPage]) -> list[PageSave]:
         answers = self._publisher.reserve([page.key for page in pages])
-        self._unanswered = None in answers
+        self._store_failed = None in answers
         writes = []
         for page, answer in zip(pages, answers, strict=True):
             if answer is None or answer is ReserveRefusal.GROWING:
-                self._growing.append(page)
+                self._retry_pages.append(page)
             elif isinstance(answer, Reservation):
-                writes.append(self._begin(page, answer))
+                writes.append(self._begin_save(page, answer))
         return writes
 
-    def _begin(self, page: _Page, reservation: Reservation) -> PageSave:
+    def _begin_save(self, page: _UnsavedPage, reservation: Reservation) -> PageSave:
         assert self._pool is not None
-        save = self._saves.begin(reservation, page.index, None)
-        save.name, save.announced = save_name("idle", reservation), page.announced
-        self._open[reservation.token] = save
+        save = self._saves.begin_save(reservation, page.index, None)
+        save.name, save.event_span = save_name("idle", reservation), page.event_span
+        self._open_saves[reservation.token] = save
         # The blocks still count as free, but the engine reuses them last.
         self._pool.touch(page.blocks)
         save.blocks = page.blocks

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common.rank_pages import whole_pages
-from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.engine_common.rank_pages import check_page_headers
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, count_as_miss
 from cornplug.errors import StoreUnavailable
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
 from cornplug.store.base import NO_LEASES, Leases, Tier
-from cornplug.store.payload import LEASE_S, MOST_SOUGHT
+from cornplug.store.payload import LEASE_S, MAX_FAR_LOOKUP_KEYS
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.open_saves import DeferredStoreOps
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.pauses import StoredBefore
+from cornplug.vllm_connector.kv.pauses import ResetFilter
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ _FIRST_PAGES: Final = 32
 """Number of pages in the first query of a lookup. Computing the keys of this many pages takes about as long
 as the query."""
 
-_LOOK_S: Final = 1e-3
+_CHECK_INTERVAL_S: Final = 1e-3
 """Minimum seconds between two checks for newly arrived pages of a recall. vLLM polls once per step, and idle
 steps are short."""
-_AGAIN_S: Final = 0.05
+_REREQUEST_S: Final = 0.05
 """Seconds after which pages that have not arrived are requested again. The store reads only a part of a long
 prompt at a time."""
 
-_WAITED_S: Final = 0.05
+_WAIT_TIMEOUT_S: Final = 0.05
 """Seconds after which a waiting request that was not polled again is assumed to be aborted."""
 
 
@@ -58,7 +58,7 @@ class LeasedPages:
     groups: list[tuple[int, Leases]] = field(default_factory=list)
     """(index of the first page, leased pages) for each cache group, if the model has several. `pages` then
     has the pages of one of these groups."""
-    tokens: list[int] = field(default_factory=list)
+    lease_tokens: list[int] = field(default_factory=list)
     """Lease tokens of all leased pages, including pages that are not offered."""
     end: int = 0
     """Index of the first token after the load. Set when loading begins."""
@@ -78,88 +78,94 @@ class LoadOffers:
         costs: LoadCosts,
         store_ops: DeferredStoreOps,
     ) -> None:
-        self._run = runtime
+        self._runtime = runtime
         self._page = page
         self._tally = tally
         self._costs = costs
         self._store_ops = store_ops
-        self._before = StoredBefore(runtime)
+        self._reset_filter = ResetFilter(runtime)
         self._recalls = PageRecalls(runtime, costs)
-        self._taken: list[PageLoad] = []
+        self._accepted_loads: list[PageLoad] = []
         self.events: PageEvents | None = None
 
     @property
-    def recall_open(self) -> bool:
+    def has_open_recall(self) -> bool:
         """Whether any request waits for pages that are read from disk."""
-        return self._recalls.waited_for
+        return self._recalls.has_waiting_requests
 
-    def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
+    def offered_tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
         """Return the number of tokens after the first `computed` tokens that are in leased pages, or None
         while pages are read from disk or far stores are queried. vLLM calls this often. Most calls need no
         message to the store."""
         if tracked.load_failed:
             return 0
-        if tracked.recall is not None and not tracked.recall.over and self._waits(tracked.recall):
+        if (
+            tracked.recall is not None
+            and not tracked.recall.is_over
+            and self._waits_for_recall(tracked.recall)
+        ):
             return None
-        if tracked.far is not None and self._awaits_far(tracked):
+        if tracked.far_query is not None and self._waits_for_far(tracked):
             return None
         offer = tracked.offer
         if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
             self.withdraw(tracked)
             expires = time.monotonic() + LEASE_S / 3
             offer = tracked.offer = LeasedPages(computed, expires)
-            with miss(self._tally, self._run.app, KV_PAGE):
+            with count_as_miss(self._tally, self._runtime.app, KV_PAGE):
                 self._look_up(tracked, offer)
-            recalls = tracked.recall is not None and not tracked.recall.over
-            if recalls or (tracked.far is not None and tracked.far.end_s > time.monotonic()):
+            recalls = tracked.recall is not None and not tracked.recall.is_over
+            if recalls or (tracked.far_query is not None and tracked.far_query.end_s > time.monotonic()):
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
                 # Include the pages before the offer, which are in the engine's own cache, because a router
                 # follows the chain of blocks from the start of the prompt.
-                self.events.note(tracked, range(offer.first_page + len(offer.pages)))
+                self.events.register_pages(tracked, range(offer.first_page + len(offer.pages)))
         if not offer.pages:
             return 0
         return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed
 
-    def _waits(self, recall: PageRecall) -> bool:
+    def _waits_for_recall(self, recall: PageRecall) -> bool:
         """Return whether the request still waits for pages from disk. Pages that did not arrive in time are
         counted as misses once."""
         late: int | None = 0
-        with miss(self._tally, self._run.app, KV_PAGE):
-            late = self._recalls.late(recall)
+        with count_as_miss(self._tally, self._runtime.app, KV_PAGE):
+            late = self._recalls.poll_recall(recall)
         if late:
             self._count_misses("disk_late", late)
         return late is None
 
-    def _awaits_far(self, tracked: TrackedRequest) -> bool:
+    def _waits_for_far(self, tracked: TrackedRequest) -> bool:
         """Return whether the request still waits for far stores' replies."""
-        assert tracked.far is not None
-        waits = self._recalls.awaits(tracked.far)
+        assert tracked.far_query is not None
+        waits = self._recalls.is_waiting_for_far(tracked.far_query)
         if not waits:
-            tracked.far.end_s = 0.0
+            tracked.far_query.end_s = 0.0
         return waits
 
-    def _seek(
+    def _query_far(
         self, tracked: TrackedRequest, absent: range, keys_of: Callable[[range], Sequence[bytes]]
     ) -> bool:
         """Query far stores for absent pages, at most once per request. Returns True if the request now waits
         for replies, so that the caller must end the lookup."""
-        if not absent or not self._run.store.far_answers:
+        if not absent or not self._runtime.store.is_far_up:
             return False
-        if tracked.far is not None or not self._may_recall(tracked):
+        if tracked.far_query is not None or not self._can_recall(tracked):
             return False
-        some = range(absent.start, min(absent.stop, absent.start + MOST_SOUGHT))
+        some = range(absent.start, min(absent.stop, absent.start + MAX_FAR_LOOKUP_KEYS))
         tokens = len(absent) * self._page.page_tokens
-        tracked.far = self._recalls.seek(keys_of(some), tokens=tokens)
-        return tracked.far is not None
+        tracked.far_query = self._recalls.query_far(keys_of(some), tokens=tokens)
+        return tracked.far_query is not None
 
-    def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
+    def _begin_recall(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int
+    ) -> bool:
         """Start to read those pages of `keys` that are only on disk. Returns True if the caller must end the
         lookup, because the request waits for these pages or was looked up again without them."""
-        if not self._may_recall(tracked):
+        if not self._can_recall(tracked):
             return False
-        on_disk = self._recalls.on_disk(keys)
+        on_disk = self._recalls.find_on_disk(keys)
         if not on_disk:
             return False
         if not self._recalls.begin(tracked, on_disk, tokens=tokens, pages=pages):
@@ -168,65 +174,67 @@ class LoadOffers:
             self._look_up(tracked, tracked.offer)
         return True
 
-    def _may_recall(self, tracked: TrackedRequest) -> bool:
+    def _can_recall(self, tracked: TrackedRequest) -> bool:
         # For a page on disk, it is unknown whether it was stored before or after a reset.
-        return tracked.recall is None and self._run.store.has_disk and not self._before.reset
+        return tracked.recall is None and self._runtime.store.has_disk and not self._reset_filter.was_reset
 
-    def _presence(self, tracked: TrackedRequest) -> Callable[..., bytes]:
+    def _presence_query(self, tracked: TrackedRequest) -> Callable[..., bytes]:
         """Return the query that gives one byte per key, nonzero if the store has the page in memory, or on
         disk if this request may wait for reads from disk."""
-        store = self._run.store
-        return store.tiers if self._may_recall(tracked) else store.contains
+        store = self._runtime.store
+        return store.tiers if self._can_recall(tracked) else store.contains
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
         request, page = tracked.request, self._page
         assert tracked.keys is not None
         # The last token is always computed, because the next token is sampled from its output.
         wanted = pages_between(offer.computed, request.num_tokens - 1, page.page_tokens)
-        nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
-        keys = self._stored(tracked, tracked.keys, nameable)
+        nameable = range(wanted.start, tracked.keys.count_pages(request.num_tokens - 1))
+        keys = self._find_stored(tracked, tracked.keys, nameable)
         end_page = wanted.start + len(keys)
-        if self._run.store.far_answers:
-            keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
-            if self._seek(tracked, range(end_page, nameable.stop), keys_of):
+        if self._runtime.store.is_far_up:
+            keys_of = functools.partial(tracked.keys.keys_for, request.all_token_ids)
+            if self._query_far(tracked, range(end_page, nameable.stop), keys_of):
                 return
         tokens = end_page * page.page_tokens - offer.computed
-        if self._recall(tracked, keys, tokens=tokens, pages=len(keys)):
+        if self._begin_recall(tracked, keys, tokens=tokens, pages=len(keys)):
             return
         if len(keys) < len(nameable):
             self._count_misses("absent", len(wanted) - len(keys))
         if not keys:
             return
-        store, config = self._run.store, self._run.config.store
-        if not self._costs.pays(tokens=tokens, pages=len(keys)):
+        store, config = self._runtime.store, self._runtime.config.store
+        if not self._costs.should_load(tokens=tokens, pages=len(keys)):
             self._count_misses("cheaper", len(keys))
             offer.stored.append((tracked, end_page))
             return
         leases = store.lease(keys, ttl_s=LEASE_S, deadline_s=config.deadline_s)
-        offer.tokens = leases.held
+        offer.lease_tokens = leases.unique_tokens
         there = leases.metas.index(None) if None in leases.metas else len(leases)
-        whole, error = whole_pages(leases[: self._before.leading_since(leases[:there])], page)
+        whole, error = check_page_headers(
+            leases[: self._reset_filter.count_since_reset(leases[:there])], page
+        )
         offer.first_page, offer.pages = wanted.start, leases[:whole]
         if error is not None:
             self._count_misses(error.reason)
             if error.is_damage:
                 self._store_ops.delete(keys[whole])
 
-    def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
+    def _find_stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
         """Return the keys of `pages` up to the first page that the store does not have.
 
         Queries grow in size, so that few keys are computed after the first absent page, and a complete hit
         needs few calls.
         """
-        if not self._before.known():
+        if not self._reset_filter.can_distinguish():
             return []
-        deadline_s = self._run.config.store.deadline_s
+        deadline_s = self._runtime.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
-        present_of = self._presence(tracked)
+        present_of = self._presence_query(tracked)
         found: list[bytes] = []
         at, count = pages.start, _FIRST_PAGES
         while at < pages.stop:
-            asked = keys.of(tracked.request.all_token_ids, range(at, min(at + count, pages.stop)))
+            asked = keys.keys_for(tracked.request.all_token_ids, range(at, min(at + count, pages.stop)))
             present = present_of(asked, deadline_s=deadline_s).find(0)
             if present >= 0:
                 return found + asked[:present]
@@ -236,43 +244,47 @@ class LoadOffers:
         return found
 
     def _count_misses(self, reason: str, pages: int = 1) -> None:
-        self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
+        self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, reason, amount=pages)
 
     def forget_stored(self, requests: Iterable[TrackedRequest]) -> None:
         """Ignore pages that were stored before this call, and withdraw the offers to these requests."""
         for tracked in requests:
             self.withdraw(tracked)
-        self._before.begin()
+        self._reset_filter.begin_reset()
 
     def withdraw(self, tracked: TrackedRequest) -> None:
         """Release the leases of the pages offered to a request, because the engine does not load them."""
-        if tracked.offer is not None and tracked.offer.tokens:
-            self._store_ops.release(tracked.offer.tokens)
+        if tracked.offer is not None and tracked.offer.lease_tokens:
+            self._store_ops.release(tracked.offer.lease_tokens)
         tracked.offer = None
 
-    def take(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """Handle the engine's decision about an offer. The engine loads `external` tokens into `blocks`, one
-        list per cache group, or has declined the offer if `external` is 0."""
+    def handle_allocation(
+        self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """Handle the engine's decision about an offer. The engine loads `external_tokens` tokens into
+        `blocks`, one list per cache group, or has declined the offer if `external_tokens` is 0."""
         offer = tracked.offer
         if offer is None:
             return
-        if not external:
+        if not external_tokens:
             # After the offer has expired, the store may have evicted the pages.
             if time.monotonic() <= offer.expires:
                 for own, pages in offer.stored:
-                    own.saved_until(pages)
+                    own.mark_saved_until(pages)
             self.withdraw(tracked)
             return
         tracked.offer, tracked.loading = None, offer
-        offer.end = offer.computed + external
-        self._load(tracked, offer, blocks)
+        offer.end = offer.computed + external_tokens
+        self._begin_load(tracked, offer, blocks)
 
-    def _load(self, tracked: TrackedRequest, offer: LeasedPages, blocks: Sequence[Sequence[int]]) -> None:
+    def _begin_load(
+        self, tracked: TrackedRequest, offer: LeasedPages, blocks: Sequence[Sequence[int]]
+    ) -> None:
         # The engine may accept only a part of the offer.
         offer.pages = offer.pages[: -(-offer.end // self._page.page_tokens) - offer.first_page]
         request_id = tracked.request.request_id
-        self._costs.load_began(request_id, len(offer.pages))
-        self._taken.append(
+        self._costs.begin_load(request_id, len(offer.pages))
+        self._accepted_loads.append(
             PageLoad(
                 request_id,
                 offer.computed,
@@ -283,14 +295,14 @@ class LoadOffers:
                 self._costs.deadline_s(offer.end - offer.computed),
             )
         )
-        tracked.saved_until(offer.end // self._page.page_tokens)
+        tracked.mark_saved_until(offer.end // self._page.page_tokens)
 
-    def new_loads(self) -> list[PageLoad]:
+    def take_new_loads(self) -> list[PageLoad]:
         """Return the loads that the engine has accepted since the last call, for the worker halves."""
-        taken, self._taken = self._taken, []
+        taken, self._accepted_loads = self._accepted_loads, []
         return taken
 
-    def failed(self, tracked: TrackedRequest | None, reason: str) -> None:
+    def record_failed_load(self, tracked: TrackedRequest | None, reason: str) -> None:
         """Record that a rank could not load a page of a request. Ranks may report a failed load in different
         steps, but the load counts as one miss."""
         if tracked is None or not tracked.load_failed:
@@ -298,22 +310,22 @@ class LoadOffers:
         if tracked is not None:
             tracked.load_failed = True
 
-    def ended(self, tracked: TrackedRequest) -> None:
+    def end_load(self, tracked: TrackedRequest) -> None:
         """Record that the worker halves have ended the load of a request, successfully or not, and release
         its leases."""
         if tracked.loading is None:
             return
         load, tracked.loading = tracked.loading, None
-        self._store_ops.release(load.tokens)
-        whole, app = not tracked.load_failed, self._run.app
-        tracked.gives_way = not whole
-        waited = self._costs.load_ended(tracked.request.request_id, whole=whole)
+        self._store_ops.release(load.lease_tokens)
+        whole, app = not tracked.load_failed, self._runtime.app
+        tracked.skip_once = not whole
+        waited = self._costs.end_load(tracked.request.request_id, is_complete=whole)
         self._tally.observe("cornplug_wait_seconds", waited, app, KV_PAGE)
         if whole:
-            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=len(load.pages))
-            self._tally.count("cornplug_saved_tokens_total", app, by=load.end - load.computed)
-            if tracked.own is not None:
-                tracked.own.extend(load.computed, load.end)
+            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", amount=len(load.pages))
+            self._tally.count("cornplug_saved_tokens_total", app, amount=load.end - load.computed)
+            if tracked.own_tokens is not None:
+                tracked.own_tokens.extend(load.computed, load.end)
 
 
 @dataclass(slots=True)
@@ -325,17 +337,17 @@ class PageRecall:
     began_s: float
     end_s: float
     """Time after which pages that have not arrived are computed instead."""
-    left: int
+    missing_pages: int
     """Number of the recall's pages that have not arrived yet."""
-    over: bool = False
-    came_s: float = 0.0
+    is_over: bool = False
+    last_arrival_s: float = 0.0
     """Time of the last check that found a newly arrived page."""
-    asked_s: float = 0.0
-    looked_s: float = 0.0
+    last_request_s: float = 0.0
+    last_check_s: float = 0.0
 
 
 @dataclass(slots=True)
-class FarQuestion:
+class FarQuery:
     """Pending query to far stores for a request's absent pages. A request has at most one such query."""
 
     ticket: int
@@ -347,38 +359,38 @@ class PageRecalls:
     """Reads pages from disk and queries far stores for one scheduler half. Used by the engine's thread."""
 
     def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
-        self._run, self._costs = runtime, costs
-        self._waited_s = -1.0
+        self._runtime, self._costs = runtime, costs
+        self._last_wait_s = -1.0
         """Time when a request last had to wait for pages. Negative before the first wait."""
 
     @property
-    def waited_for(self) -> bool:
+    def has_waiting_requests(self) -> bool:
         """Whether any request waits for pages from disk or far stores. vLLM polls this in every step."""
-        return time.monotonic() - self._waited_s < _WAITED_S
+        return time.monotonic() - self._last_wait_s < _WAIT_TIMEOUT_S
 
-    def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
+    def query_far(self, keys: Sequence[bytes], *, tokens: int) -> FarQuery | None:
         """Query far stores for the pages with these keys, which contain the first of `tokens` absent tokens.
         Returns None if a recent lookup of these pages is complete, or if no far store responds. Raises
         StoreUnavailable."""
-        ticket = self._run.store.seek(keys)
+        ticket = self._runtime.store.start_far_lookup(keys)
         if not ticket:
             return None
-        now_s = self._waited_s = time.monotonic()
-        return FarQuestion(ticket, now_s + self._costs.far_wait_s(tokens))
+        now_s = self._last_wait_s = time.monotonic()
+        return FarQuery(ticket, now_s + self._costs.far_wait_s(tokens))
 
-    def awaits(self, question: FarQuestion) -> bool:
+    def is_waiting_for_far(self, query: FarQuery) -> bool:
         """Return whether the request should still wait for far stores' replies to a query. Far stores are
         queried for a few pages of a long prompt at a time, so the arrival of the first pages does not end the
         wait. Sends no message."""
         now_s = time.monotonic()
-        if now_s >= question.end_s or self._run.store.answered(question.ticket):
+        if now_s >= query.end_s or self._runtime.store.is_far_lookup_done(query.ticket):
             return False
-        self._waited_s = now_s
+        self._last_wait_s = now_s
         return True
 
-    def on_disk(self, keys: Sequence[bytes]) -> list[bytes]:
+    def find_on_disk(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return those of the keys whose pages are only on disk. Raises StoreUnavailable."""
-        tiers = self._run.store.tiers(keys, deadline_s=self._run.config.store.deadline_s)
+        tiers = self._runtime.store.tiers(keys, deadline_s=self._runtime.config.store.deadline_s)
         return [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
 
     def begin(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
@@ -386,40 +398,42 @@ class PageRecalls:
         and return whether it is. The pages belong to a hit of `pages` pages and `tokens` tokens. Call it at
         most once per request. Raises StoreUnavailable."""
         now_s = time.monotonic()
-        pays = self._costs.recall_pays(tokens=tokens, pages=pages, on_disk=len(keys))
+        pays = self._costs.should_recall(tokens=tokens, pages=pages, on_disk=len(keys))
         end_s = now_s + self._costs.deadline_s(tokens)
-        tracked.recall = recall = PageRecall(keys, now_s, end_s, len(keys), over=not pays, came_s=now_s)
+        tracked.recall = recall = PageRecall(
+            keys, now_s, end_s, len(keys), is_over=not pays, last_arrival_s=now_s
+        )
         if pays:
-            self._ask(recall, keys, now_s)
+            self._request_pages(recall, keys, now_s)
         return pays
 
-    def _ask(self, recall: PageRecall, keys: Sequence[bytes], now_s: float) -> None:
-        recall.asked_s = now_s
-        self._run.store.recall(keys)
+    def _request_pages(self, recall: PageRecall, keys: Sequence[bytes], now_s: float) -> None:
+        recall.last_request_s = now_s
+        self._runtime.store.recall(keys)
 
-    def late(self, recall: PageRecall) -> int | None:
+    def poll_recall(self, recall: PageRecall) -> int | None:
         """Return the number of pages that had not arrived when the recall ended, or None while it is in
         progress.
 
         Raises StoreUnavailable, which also ends the recall.
         """
-        now_s = self._waited_s = time.monotonic()
-        if now_s - max(recall.asked_s, recall.looked_s) < _LOOK_S:
+        now_s = self._last_wait_s = time.monotonic()
+        if now_s - max(recall.last_request_s, recall.last_check_s) < _CHECK_INTERVAL_S:
             return None
-        recall.looked_s = now_s
+        recall.last_check_s = now_s
         try:
-            missing = self.on_disk(recall.keys)
-            if len(missing) < recall.left:
-                recall.left, recall.came_s = len(missing), now_s
-            patience_s = self._run.config.store.background_timeout_s
-            if missing and now_s < min(recall.end_s, recall.came_s + patience_s):
-                if now_s - recall.asked_s > _AGAIN_S:
-                    self._ask(recall, missing, now_s)
+            missing = self.find_on_disk(recall.keys)
+            if len(missing) < recall.missing_pages:
+                recall.missing_pages, recall.last_arrival_s = len(missing), now_s
+            patience_s = self._runtime.config.store.background_timeout_s
+            if missing and now_s < min(recall.end_s, recall.last_arrival_s + patience_s):
+                if now_s - recall.last_request_s > _REREQUEST_S:
+                    self._request_pages(recall, missing, now_s)
                 return None
         except StoreUnavailable:
-            recall.over = True
+            recall.is_over = True
             raise
-        recall.over = True
+        recall.is_over = True
         # If no page arrived, record that one page takes at least the time that has passed.
-        self._costs.recalled(max(1, len(recall.keys) - len(missing)), now_s - recall.began_s)
+        self._costs.record_recall(max(1, len(recall.keys) - len(missing)), now_s - recall.began_s)
         return len(missing)

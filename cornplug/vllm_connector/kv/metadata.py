@@ -1,5 +1,5 @@
 """Messages between the KV connector's scheduler half and worker halves, one per step and direction. vLLM's
-own channel carries them. `MoveReports` collects the results of one worker's loads and saves for these
+own channel carries them. `TransferReports` collects the results of one worker's loads and saves for these
 messages."""
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class CornplugKVMetadata(KVConnectorMetadata):
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
-    given_up: list[str] = field(default_factory=list)
+    cancelled_saves: list[str] = field(default_factory=list)
     """Names of saves to cancel, because vLLM reused their blocks and may have overwritten them."""
-    timed: int = 0
+    timed_step: int = 0
     """Sequence number of this step if the workers must report its end, else 0."""
     computes: bool = True
     """Whether this step computes tokens."""
 
     @property
-    def begins(self) -> bool:
+    def has_transfers(self) -> bool:
         """Whether the message contains loads, saves or cancelled saves."""
-        return bool(self.loads or self.saves or self.given_up)
+        return bool(self.loads or self.saves or self.cancelled_saves)
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
     """Seconds spent on copies for loads, without the time that loads waited in the queue."""
     staged_pages: int = 0
     """Number of pages that a GPU could not copy directly, so they were copied through staging memory."""
-    steps: list[int] = field(default_factory=list)
+    timed_steps: list[int] = field(default_factory=list)
     """Sequence numbers of measured steps that have ended."""
-    unusable: str = ""
+    unusable_reason: str = ""
     """Reason why this worker's KV caches cannot be mapped to pages, or "" if they can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -117,8 +117,8 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.loaded_bytes += other.loaded_bytes
         self.loading_s = max(self.loading_s, other.loading_s)
         self.staged_pages = max(self.staged_pages, other.staged_pages)
-        self.steps += other.steps
-        self.unusable = self.unusable or other.unusable
+        self.timed_steps += other.timed_steps
+        self.unusable_reason = self.unusable_reason or other.unusable_reason
         return self
 
     def is_empty(self) -> bool:
@@ -126,10 +126,10 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
             self.written
             or self.failed_writes
             or self.failed_loads
-            or self.unusable
+            or self.unusable_reason
             or self.loaded_bytes
             or self.staged_pages
-            or self.steps
+            or self.timed_steps
         )
 
 
@@ -138,9 +138,9 @@ class OngoingSave:
     """Save that a worker is carrying out, and the save's pages that are not written yet."""
 
     save: PageSave
-    left: set[int]
+    pending_tokens: set[int]
     """Reservation tokens of the save's pages that are not acknowledged yet."""
-    given_up: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,12 @@ class SavedPage:
 
     ongoing: OngoingSave
     target: PageWrite
-    place: tuple[Table, int]
+    table_position: tuple[Table, int]
     """(block table that `kernel_table` made from some of the request's blocks, index of the page in that
     table)."""
 
 
-def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
+def iter_saved_pages(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
     """Yield each page of these saves. The block table of a page includes only blocks with pages of the same
     save, because a request may have thousands of blocks."""
     for ongoing in saves:
@@ -169,7 +169,7 @@ def pages_of(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iter
             yield SavedPage(ongoing, page, (table, page.index - first // rows))
 
 
-class MoveReports:
+class TransferReports:
     """Collects the results of one worker's loads and saves. Movers report the results, and the engine's
     thread reads them."""
 
@@ -177,38 +177,38 @@ class MoveReports:
         self._pages, self._block_size = pages, block_size
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
-        self._unsent: dict[int, str] = {}
+        self._unsent_saves: dict[int, str] = {}
         """Names of the saves whose pages are in `_acks.written`, by reservation token."""
-        self._loaded: set[str] = set()
+        self._finished_loads: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._saving: dict[str, OngoingSave] = {}
+        self._open_saves: dict[str, OngoingSave] = {}
         """Saves in progress, by name."""
 
     # -- the engine's thread ----------------------------------------------------------------------
 
-    def unusable(self, reason: str) -> None:
+    def report_unusable(self, reason: str) -> None:
         """Report that this rank's KV caches cannot be mapped to pages."""
-        self._acks.unusable = reason
+        self._acks.unusable_reason = reason
 
-    def saves_begin(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
+    def begin_saves(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
         """Record that these saves begin, and return a progress record for each save."""
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
             for ongoing in begun:
-                self._saving[ongoing.save.name] = ongoing
+                self._open_saves[ongoing.save.name] = ongoing
         return begun
 
-    def staged(self, pages: int) -> None:
+    def count_staged(self, pages: int) -> None:
         """Count `pages` pages that are copied through staging memory."""
         with self._lock:
             self._acks.staged_pages += pages
 
-    def stepped(self, number: int) -> None:
+    def record_step_end(self, number: int) -> None:
         """Report the end of measured step `number` in the next acknowledgement."""
         with self._lock:
-            self._acks.steps.append(number)
+            self._acks.timed_steps.append(number)
 
-    def give_up_saves(self, names: Collection[str]) -> None:
+    def cancel_saves(self, names: Collection[str]) -> None:
         """Report the pages of these saves as not written, except pages that were already acknowledged.
         Returns immediately.
 
@@ -217,80 +217,80 @@ class MoveReports:
         """
         wanted = set(names)
         with self._lock:
-            for name in wanted & self._saving.keys():
-                self._saving[name].given_up = True
-            late = [token for token, name in self._unsent.items() if name in wanted]
+            for name in wanted & self._open_saves.keys():
+                self._open_saves[name].is_cancelled = True
+            late = [token for token, name in self._unsent_saves.items() if name in wanted]
             for token in late:
-                del self._unsent[token], self._acks.written[token]
+                del self._unsent_saves[token], self._acks.written[token]
                 self._acks.failed_writes[token] = self._pages.segments
 
-    def finished(self) -> set[str]:
+    def take_finished(self) -> set[str]:
         """Return the ids of requests whose load has ended since the last call, successfully or not."""
         with self._lock:
-            received, self._loaded = self._loaded, set()
+            received, self._finished_loads = self._finished_loads, set()
         return received
 
-    def bad_blocks(self) -> set[int]:
+    def take_bad_blocks(self) -> set[int]:
         """Return the ids of the blocks whose load has failed since the last call. This method returns a
-        request's failed blocks no later than `finished` returns the request's id."""
+        request's failed blocks no later than `take_finished` returns the request's id."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def acks(self) -> CornplugKVWorkerMetadata | None:
+    def take_acks(self) -> CornplugKVWorkerMetadata | None:
         """Return the acknowledgements for the scheduler half since the last call, or None if there are no
         acknowledgements."""
         with self._lock:
             if self._acks.is_empty():
                 return None
             acks, self._acks = self._acks, CornplugKVWorkerMetadata()
-            self._unsent.clear()
+            self._unsent_saves.clear()
         return acks
 
     # -- movers -----------------------------------------------------------------------------------
 
-    def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
-        """Record the end of a load with `whole_pages` complete leading pages. `reason` is why the load
+    def end_load(self, load: PageLoad, complete_pages: int, reason: str, seconds: float) -> None:
+        """Record the end of a load with `check_page_headers` complete leading pages. `reason` is why the load
         failed, or "" if all pages are complete."""
-        first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
+        first_bad = min((load.first_page + complete_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
                 self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
                 self._acks.failed_loads[load.request_id] = reason
-            self._acks.loaded_bytes += whole_pages * self._pages.size_bytes
+            self._acks.loaded_bytes += complete_pages * self._pages.size_bytes
             self._acks.loading_s += seconds
-            self._loaded.add(load.request_id)
+            self._finished_loads.add(load.request_id)
 
-    def page_over(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
+    def end_page(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
         """Record the result of writing a page to the store. `checksums` has the checksums of this rank's
         segments, or is empty if the write failed."""
         ongoing, token = page.ongoing, page.target.token
         with self._lock:
-            if checksums and not ongoing.given_up:
+            if checksums and not ongoing.is_cancelled:
                 self._acks.written[token] = dict(checksums)
-                self._unsent[token] = ongoing.save.name
+                self._unsent_saves[token] = ongoing.save.name
             else:
-                self._failed([token])
-            ongoing.left.discard(token)
-            if not ongoing.left:
-                self._over(ongoing)
+                self._fail_pages([token])
+            ongoing.pending_tokens.discard(token)
+            if not ongoing.pending_tokens:
+                self._remove_save(ongoing)
 
-    def saves_over(self, saves: Iterable[OngoingSave]) -> None:
+    def end_saves(self, saves: Iterable[OngoingSave]) -> None:
         """Record the end of these saves. Pages without a result are reported as failed."""
         with self._lock:
             for ongoing in saves:
-                self._failed(ongoing.left)
-                self._over(ongoing)
+                self._fail_pages(ongoing.pending_tokens)
+                self._remove_save(ongoing)
 
-    def _failed(self, tokens: Collection[int]) -> None:
-        if self._pages.held.writes:
+    def _fail_pages(self, tokens: Collection[int]) -> None:
+        if self._pages.rank_slice.writes:
             self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
 
-    def _over(self, ongoing: OngoingSave) -> None:
+    def _remove_save(self, ongoing: OngoingSave) -> None:
         """Remove a save whose blocks are no longer read."""
-        self._saving.pop(ongoing.save.name, None)
+        self._open_saves.pop(ongoing.save.name, None)
 
 
-def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
+def take_pages(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
     """Return at most `count` of the next pages. Pages of cancelled saves are skipped."""
-    return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))
+    return list(itertools.islice((page for page in pages if not page.ongoing.is_cancelled), count))

@@ -20,7 +20,7 @@ import msgspec
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import Answered, Posted, Reservation
+from cornplug.store.base import CompletedRequest, PostedRequest, Reservation
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -42,15 +42,15 @@ class OpenSave(msgspec.Struct, eq=False):
     """Request of the page, or None if the request finished before the save began."""
     blocks: Sequence[KVCacheBlock] = ()
     """vLLM blocks that contain the page. Empty until the blocks are pinned or the request has finished."""
-    pinned: bool = False
+    is_pinned: bool = False
     """Whether this object holds a reference to the blocks. If so, vLLM does not reuse them."""
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
-    given_up: bool = False
+    is_cancelled: bool = False
     """Whether the save was cancelled, because the page's blocks were reused or its request was preempted.
     Worker halves then report segments as failed unless they have already acknowledged them. A page that every
     rank has already written is still committed."""
-    announced: PageSpan | None = None
+    event_span: PageSpan | None = None
     """Span to announce in KV events when the page is stored. Used if `tracked` is None."""
 
 
@@ -58,7 +58,7 @@ class BlockReader(Protocol):
     """Page that is being saved and whose data must still be read from vLLM's blocks."""
 
     blocks: Sequence[KVCacheBlock]
-    given_up: bool
+    is_cancelled: bool
 
 
 _Reader = TypeVar("_Reader", bound=BlockReader)
@@ -75,13 +75,13 @@ class FreedBlocks(Generic[_Reader]):
 
     def release(self, pool: BlockPool, reader: _Reader) -> None:
         """Release a page's references to its blocks, and notice when vLLM reuses these blocks."""
-        self._add(reader)
-        pool.unpin_blocks(reversed(reader.blocks), self._reused)
+        self._add_reader(reader)
+        pool.unpin_blocks(reversed(reader.blocks), self._on_reuse)
 
     def replace(self, before: _Reader, after: _Reader) -> None:
         """Replace the reader `before` by `after`. Both are readers of the same blocks."""
         self.forget(before)
-        self._add(after)
+        self._add_reader(after)
 
     def forget(self, reader: _Reader) -> None:
         """Ignore reuse of this page's blocks from now on."""
@@ -92,10 +92,10 @@ class FreedBlocks(Generic[_Reader]):
                 if not readers:
                     del self._readers[block.block_id]
 
-    def lose(self, reader: _Reader) -> None:
+    def mark_lost(self, reader: _Reader) -> None:
         """Mark the save of a page as cancelled, because its blocks were reused."""
-        if not reader.given_up:
-            reader.given_up = True
+        if not reader.is_cancelled:
+            reader.is_cancelled = True
             self._lost.append(reader)
 
     def take_lost(self) -> list[_Reader]:
@@ -104,15 +104,15 @@ class FreedBlocks(Generic[_Reader]):
         lost, self._lost = self._lost, []
         return lost
 
-    def _add(self, reader: _Reader) -> None:
+    def _add_reader(self, reader: _Reader) -> None:
         for block in reader.blocks:
             self._readers.setdefault(block.block_id, []).append(reader)
 
-    def _reused(self, block: KVCacheBlock) -> None:
+    def _on_reuse(self, block: KVCacheBlock) -> None:
         """Handle vLLM's notification that it gives a block to a request or removes the block from its prefix
         cache."""
         for reader in self._readers.pop(block.block_id, ()):
-            self.lose(reader)
+            self.mark_lost(reader)
 
 
 class DeferredStoreOps:
@@ -124,44 +124,44 @@ class DeferredStoreOps:
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
-        self._run = runtime
+        self._runtime = runtime
         self._publisher = publisher
-        self._commit: list[OpenSave] = []
-        self._release: list[int] = []
-        self._delete: list[bytes] = []
-        self._committed: deque[Posted[bool]] = deque()
+        self._commits: list[OpenSave] = []
+        self._releases: list[int] = []
+        self._deletes: list[bytes] = []
+        self._sent_commits: deque[PostedRequest[bool]] = deque()
         """Commits whose replies have not been read yet."""
 
     def __bool__(self) -> bool:
-        return bool(self._commit or self._release or self._delete or self._committed)
+        return bool(self._commits or self._releases or self._deletes or self._sent_commits)
 
     def commit(self, saves: list[OpenSave]) -> None:
         """Queue a commit of pages that every rank has written."""
-        self._commit += saves
+        self._commits += saves
 
     def release(self, tokens: list[int]) -> None:
         """Queue the release of leases or reservations with these tokens."""
-        self._release += tokens
+        self._releases += tokens
 
     def delete(self, key: bytes) -> None:
         """Queue the deletion of an entry whose header or payload is corrupt."""
-        self._delete.append(key)
+        self._deletes.append(key)
 
     def run(self) -> None:
         """Send the queued operations to the store. An operation that fails is dropped, because the store
         releases all leases and reservations when the connection ends."""
-        commit, self._commit = self._commit, []
-        release, self._release = self._release, []
-        delete, self._delete = self._delete, []
-        while self._committed and self._committed[0].take() is not None:
-            self._committed.popleft()
+        commit, self._commits = self._commits, []
+        release, self._releases = self._releases, []
+        delete, self._deletes = self._deletes, []
+        while self._sent_commits and self._sent_commits[0].poll() is not None:
+            self._sent_commits.popleft()
         if commit:
             written = [(save.reservation, save.checksums) for save in commit]
             posted = self._publisher.post_commit(written)
-            if not isinstance(posted, Answered):
-                self._committed.append(posted)
+            if not isinstance(posted, CompletedRequest):
+                self._sent_commits.append(posted)
         with suppress(CornplugError):
             if release:
-                self._run.store.release(release, deadline_s=self._run.deadline_s)
+                self._runtime.store.release(release, deadline_s=self._runtime.deadline_s)
             if delete:
-                self._run.store.delete(delete, deadline_s=self._run.deadline_s)
+                self._runtime.store.delete(delete, deadline_s=self._runtime.deadline_s)

@@ -44,25 +44,25 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 
-_LOOK_S: Final = 0.05
+_CHECK_INTERVAL_S: Final = 0.05
 """Seconds between checks of announced pages while no registered page waits for its announcement."""
-_SOON_S: Final = 0.002
+_FAST_CHECK_INTERVAL_S: Final = 0.002
 """Seconds between checks while registered pages wait for their announcement. A registered page is stored
 already (a hit), or will be stored within a few steps (a save)."""
-_NOTED_S: Final = 1.0
+_REGISTERED_TIMEOUT_S: Final = 1.0
 """Seconds after which a registered page that is not in the store is dropped, because its save has failed."""
-_LOST_S: Final = 5.0
+_UNREACHABLE_TIMEOUT_S: Final = 5.0
 """Seconds after which all announced pages are reported as removed if the store cannot be reached."""
-_LOOKED_AT: Final = 256
+_SPANS_PER_CHECK: Final = 256
 """Number of announced spans to check at a time. If more than 16,384 spans are announced, a 64th of them is
 checked at a time."""
-_MOST: Final = 1 << 16
+_MAX_SPANS: Final = 1 << 16
 """Maximum number of announced and registered spans. Each span takes about 1 KiB of memory. Further pages are
 not announced."""
 _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 
 
-class NamedSpan(msgspec.Struct, frozen=True):
+class SpanContent(msgspec.Struct, frozen=True):
     """Content of the KV events for one span (a run of pages) of a request's tokens."""
 
     hashes: Sequence[Any]
@@ -79,22 +79,26 @@ class NamedSpan(msgspec.Struct, frozen=True):
 
 
 class BlockSpans:
-    """Divides a request's tokens into spans of `pages` pages and creates the spans' KV events, for one cache
-    group."""
+    """Divides a request's tokens into spans of `span_pages` pages and creates the spans' KV events, for one
+    cache group."""
 
     def __init__(self, pool: BlockPool, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
         self.group = group
-        self._pool, self._size = pool, spec.block_size
-        self._tokens = math.lcm(page_tokens, spec.block_size)
-        self.pages = self._tokens // page_tokens
-        self._blocks = self._tokens // spec.block_size
+        self._pool, self._block_size = pool, spec.block_size
+        self._span_tokens = math.lcm(page_tokens, spec.block_size)
+        self.span_pages = self._span_tokens // page_tokens
+        self._span_blocks = self._span_tokens // spec.block_size
         self._kind = get_kv_cache_spec_kind(spec).value
         self._window = get_kv_cache_spec_sliding_window(spec)
 
-    def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
+    def span_contents(self, request: Request, first: int, count: int) -> list[SpanContent]:
         """Return the content of KV events for `count` spans of a request, beginning with span `first`. Spans
         with blocks that vLLM has not hashed yet are left out."""
-        size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
+        size, many, ahead = (
+            self._block_size,
+            self._span_blocks,
+            getattr(self._pool, "num_hash_lookahead_tokens", 0),
+        )
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
         begin = first * many
         count = min(count, len(hashes) // many - first)
@@ -104,8 +108,8 @@ class BlockSpans:
         names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
         if not begin:
             names.insert(0, None)
-        start = first * self._tokens
-        tokens = array("q", request.all_token_ids[start : start + count * self._tokens])
+        start = first * self._span_tokens
+        tokens = array("q", request.all_token_ids[start : start + count * self._span_tokens])
         lora = request.lora_request
         lora_id, lora_name = (lora.adapter_id, lora.name) if lora is not None else (None, None)
         plain = not (request.mm_features or lora or request.cache_salt)
@@ -113,7 +117,7 @@ class BlockSpans:
         for at in range(0, count * many, many):
             ends = range(start + (at + 1) * size, start + (at + many) * size + 1, size)
             found.append(
-                NamedSpan(
+                SpanContent(
                     names[at + 1 : at + 1 + many],
                     names[at],
                     tokens[at * size : (at + many) * size],
@@ -128,17 +132,17 @@ class BlockSpans:
     def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
         """Return the extra keys for each block that ends at one of `ends`. A block's hash also covers the
         `ahead` tokens after the block."""
-        size = self._size
+        size = self._block_size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
         return to_event_extra_keys(keys) or ()
 
-    def stored(self, span: NamedSpan, medium: str) -> BlockStored:
+    def stored_event(self, span: SpanContent, medium: str) -> BlockStored:
         """Return the event that reports this span as stored on this medium."""
         event = BlockStored(
             block_hashes=list(span.hashes),
             parent_block_hash=span.parent,
             token_ids=list(span.tokens),
-            block_size=self._size,
+            block_size=self._block_size,
             lora_id=span.lora_id,
             medium=medium,
             lora_name=span.lora_name,
@@ -152,7 +156,7 @@ class BlockSpans:
         return event
 
 
-def joined(tail: BlockStored, event: BlockStored) -> bool:
+def try_join(tail: BlockStored, event: BlockStored) -> bool:
     """Append the blocks of `event` to `tail` if they directly follow the blocks of `tail` in the same
     request. Return whether they do."""
     goes_on = event.parent_block_hash == tail.block_hashes[-1]
@@ -170,10 +174,10 @@ def joined(tail: BlockStored, event: BlockStored) -> bool:
 class PageSpan:
     """State of a span of stored pages: the content of its KV events, and the tier that was last announced."""
 
-    named: NamedSpan
+    content: SpanContent
     keys: Sequence[bytes]
     """Keys of the span's pages in the store. KV events do not contain these keys."""
-    noted_s: float
+    registered_s: float
     tier: int = Tier.ABSENT
     """Tier of the store that the span's last event announced."""
 
@@ -187,7 +191,7 @@ class _Changes:
     """Hashes of removed blocks, by medium."""
 
     def add(self, event: BlockStored) -> None:
-        if not (self.stored and joined(self.stored[-1], event)):
+        if not (self.stored and try_join(self.stored[-1], event)):
             self.stored.append(event)
 
 
@@ -198,16 +202,16 @@ class PageEvents:
     def __init__(self, store: Store, requests: TrackedRequests) -> None:
         self._store, self._requests = store, requests
         self._spans: BlockSpans | None = None
-        self._noted: dict[bytes, PageSpan] = {}
+        self._registered: dict[bytes, PageSpan] = {}
         """Registered spans that are not announced yet, by the key of each span's last page. The store may not
         have them yet."""
         self._announced: dict[bytes, PageSpan] = {}
-        self._round: list[bytes] = []
+        self._unchecked: list[bytes] = []
         """Keys in `_announced` that remain to be checked in the current round of checks."""
-        self._next_s = 0.0
-        self._lost_s = 0.0
+        self._next_check_s = 0.0
+        self._unreachable_since_s = 0.0
         """Time when the store became unreachable, or 0 if it can be reached."""
-        self._reset = False
+        self._was_reset = False
         self._cleared = False
         """Whether vLLM has sent routers an `AllBlocksCleared` event for this engine."""
         self._queue: list[KVCacheEvent] = []
@@ -228,88 +232,91 @@ class PageEvents:
             pool.reset_prefix_cache = reset_prefix_cache
 
     @property
-    def waits(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there are registered pages or events to process. If so, the engine should continue to run
         steps."""
-        return bool(self._noted or self._queue or (self._cleared and self._announced))
+        return bool(self._registered or self._queue or (self._cleared and self._announced))
 
-    def note(self, tracked: TrackedRequest, pages: range) -> None:
+    def register_pages(self, tracked: TrackedRequest, pages: range) -> None:
         """Register pages of a request that the store has now or will have after the next step. They will be
         announced."""
-        for span in self._spans_of(tracked, pages, known=False):
-            self._noted[span.keys[-1]] = span
+        for span in self._make_spans(tracked, pages, include_known=False):
+            self._registered[span.keys[-1]] = span
 
-    def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
+    def _make_spans(self, tracked: TrackedRequest, pages: range, *, include_known: bool) -> list[PageSpan]:
         """Return the spans that contain these pages of a request. Spans that are already announced or
-        registered are left out unless `known` is set."""
+        registered are left out unless `include_known` is set."""
         spans, keys = self._spans, tracked.keys
         if spans is None or keys is None or not pages:
             return []
-        request, many, now_s = tracked.request, spans.pages, time.monotonic()
-        first, end = pages.start // many, min(-(-pages.stop // many), keys.pages(request.num_tokens) // many)
-        held = keys.of(request.all_token_ids, range(first * many, end * many))
+        request, many, now_s = tracked.request, spans.span_pages, time.monotonic()
+        first, end = (
+            pages.start // many,
+            min(-(-pages.stop // many), keys.count_pages(request.num_tokens) // many),
+        )
+        held = keys.keys_for(request.all_token_ids, range(first * many, end * many))
         lasts = held[many - 1 :: many]
-        new = [i for i, last in enumerate(lasts) if known or not self._knows(last, now_s)]
-        if not new or (not known and self._is_full(len(new))):
+        new = [i for i, last in enumerate(lasts) if include_known or not self._is_known(last, now_s)]
+        if not new or (not include_known and self._exceeds_limit(len(new))):
             return []
-        named = spans.named(request, first + new[0], new[-1] - new[0] + 1)
+        named = spans.span_contents(request, first + new[0], new[-1] - new[0] + 1)
         return [
             PageSpan(named[i - new[0]], held[i * many : (i + 1) * many], now_s)
             for i in new
             if i - new[0] < len(named)
         ]
 
-    def _knows(self, last: bytes, now_s: float) -> bool:
+    def _is_known(self, last: bytes, now_s: float) -> bool:
         """Return whether a span is already announced or registered. `last` is the key of the span's last
         page. If the span is registered, its time is updated."""
-        if last in self._noted:
-            self._noted[last].noted_s = now_s
-        return last in self._announced or last in self._noted
+        if last in self._registered:
+            self._registered[last].registered_s = now_s
+        return last in self._announced or last in self._registered
 
-    def _is_full(self, more: int) -> bool:
-        return len(self._announced) + len(self._noted) + more > _MOST
+    def _exceeds_limit(self, more: int) -> bool:
+        return len(self._announced) + len(self._registered) + more > _MAX_SPANS
 
-    def note_span(self, span: PageSpan) -> None:
+    def register_span(self, span: PageSpan) -> None:
         """Register a span of a finished request that the store has now or will have after the next step."""
         now_s = time.monotonic()
-        if not self._knows(span.keys[-1], now_s) and not self._is_full(1):
-            span.noted_s = now_s
-            self._noted[span.keys[-1]] = span
+        if not self._is_known(span.keys[-1], now_s) and not self._exceeds_limit(1):
+            span.registered_s = now_s
+            self._registered[span.keys[-1]] = span
 
-    def found(self, tracked: TrackedRequest, page: int) -> None:
+    def register_stored_page(self, tracked: TrackedRequest, page: int) -> None:
         """Register a page of a request that this engine has computed and that the store already has."""
         # After a reset, this engine ignores pages that were stored earlier.
-        if not self._reset:
-            self.note(tracked, range(page, page + 1))
+        if not self._was_reset:
+            self.register_pages(tracked, range(page, page + 1))
 
-    def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
+    def spans_by_page(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
         """Return the spans that contain these pages of a finished request, by page index, for later calls of
-        `note_span`. A span holds only its own tokens, not all tokens of the request."""
+        `register_span`. A span holds only its own tokens, not all tokens of the request."""
         wanted = sorted(pages)
         if self._spans is None or not wanted:
             return {}
-        many = self._spans.pages
-        found = self._spans_of(tracked, range(wanted[0], wanted[-1] + 1), known=True)
+        many = self._spans.span_pages
+        found = self._make_spans(tracked, range(wanted[0], wanted[-1] + 1), include_known=True)
         first = wanted[0] // many
         return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
 
     def forget_stored(self) -> None:
         """Announce all pages as removed, because the engine ignores pages that were stored before this
         call."""
-        self._reset = True
-        self._forget()
+        self._was_reset = True
+        self._remove_all()
 
-    def weights_replaced(self) -> None:
+    def on_weights_replaced(self) -> None:
         """Announce all pages as removed, because their KV was computed with the previous weights."""
-        self._forget()
+        self._remove_all()
 
-    def take(self) -> Sequence[KVCacheEvent]:
+    def take_events(self) -> Sequence[KVCacheEvent]:
         """Check the store if a check is due, and return the KV events since the last call."""
         now_s = time.monotonic()
         if self._cleared:
             self._announce_again()
-        if now_s >= self._next_s and (self._noted or self._announced):
-            self._look(now_s)
+        if now_s >= self._next_check_s and (self._registered or self._announced):
+            self._check_store(now_s)
         events, self._queue = self._queue, []
         return events
 
@@ -319,77 +326,79 @@ class PageEvents:
         self._cleared, again = False, _Changes()
         for span in self._announced.values():
             assert self._spans is not None
-            again.add(self._spans.stored(span.named, _MEDIUM[span.tier]))
+            again.add(self._spans.stored_event(span.content, _MEDIUM[span.tier]))
         self._queue += again.stored
 
-    def _look(self, now_s: float) -> None:
-        if not self._requests.sharing:
-            self._forget()
+    def _check_store(self, now_s: float) -> None:
+        if not self._requests.is_sharing:
+            self._remove_all()
             return
-        spans = [*self._noted.items(), *self._due()]
+        spans = [*self._registered.items(), *self._take_due_spans()]
         try:
             tiers = self._store.peek([key for _, span in spans for key in span.keys])
         except StoreUnavailable:
-            self._lost_s = self._lost_s or now_s
-            if now_s - self._lost_s >= _LOST_S:
-                self._forget()
-            self._next_s = now_s + _LOOK_S
+            self._unreachable_since_s = self._unreachable_since_s or now_s
+            if now_s - self._unreachable_since_s >= _UNREACHABLE_TIMEOUT_S:
+                self._remove_all()
+            self._next_check_s = now_s + _CHECK_INTERVAL_S
             return
-        self._lost_s, at, changes = 0.0, 0, _Changes()
+        self._unreachable_since_s, at, changes = 0.0, 0, _Changes()
         for key, span in spans:
             there = tiers[at : at + len(span.keys)]
             at += len(span.keys)
-            self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
+            self._update_tier(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
         # Send events for new locations first. Otherwise a router would consider a page lost while the page
         # moves to disk.
         self._queue += changes.stored
-        self._remove(changes.removed)
-        self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
+        self._queue_removals(changes.removed)
+        self._next_check_s = now_s + (_FAST_CHECK_INTERVAL_S if self._registered else _CHECK_INTERVAL_S)
 
-    def _due(self) -> list[tuple[bytes, PageSpan]]:
+    def _take_due_spans(self) -> list[tuple[bytes, PageSpan]]:
         """Return the announced spans to check now. Every span is checked about every 3 s."""
-        if not self._round:
-            self._round = list(self._announced)
-        count = max(_LOOKED_AT, len(self._announced) // 64)
-        due, self._round = self._round[:count], self._round[count:]
+        if not self._unchecked:
+            self._unchecked = list(self._announced)
+        count = max(_SPANS_PER_CHECK, len(self._announced) // 64)
+        due, self._unchecked = self._unchecked[:count], self._unchecked[count:]
         return [(key, self._announced[key]) for key in due if key in self._announced]
 
-    def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
+    def _update_tier(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
         """Process the result of a check: the span is now on `tier`. Add events for a change to `changes`."""
         if tier == span.tier:
-            if not tier and now_s - span.noted_s > _NOTED_S:
-                del self._noted[key]
+            if not tier and now_s - span.registered_s > _REGISTERED_TIMEOUT_S:
+                del self._registered[key]
             return
         if span.tier:
-            changes.removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
+            changes.removed.setdefault(_MEDIUM[span.tier], []).extend(span.content.hashes)
         span.tier = tier
         if not tier:
             del self._announced[key]
             return
-        if self._noted.pop(key, None) is not None:
+        if self._registered.pop(key, None) is not None:
             self._announced[key] = span
         assert self._spans is not None
-        changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
+        changes.add(self._spans.stored_event(span.content, _MEDIUM[tier]))
 
-    def _forget(self) -> None:
+    def _remove_all(self) -> None:
         """Drop all spans and announce their removal, because this engine no longer uses the pages that are
         now in the store."""
         removed: dict[str, list[object]] = {}
         for span in self._announced.values():
-            removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
-        self._remove(removed)
-        self._noted.clear()
+            removed.setdefault(_MEDIUM[span.tier], []).extend(span.content.hashes)
+        self._queue_removals(removed)
+        self._registered.clear()
         self._announced.clear()
-        self._round = []
+        self._unchecked = []
 
-    def _remove(self, removed: Mapping[str, list[object]]) -> None:
+    def _queue_removals(self, removed: Mapping[str, list[object]]) -> None:
         assert self._spans is not None or not removed
         for medium, hashes in removed.items():
             group = self._spans.group if self._spans is not None else None
             self._queue.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
 
 
-def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
+def create_page_events(
+    config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests
+) -> PageEvents | None:
     """Create the source of this engine's KV events, or return None if events are disabled or not
     available."""
     settings = getattr(config, "kv_events_config", None)

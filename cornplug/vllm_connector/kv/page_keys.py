@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import ref
 
-from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_keys, placeholder_tokens
+from cornplug.identity import LINK_TOKENS, hash_chain, media_lineage, page_keys, placeholder_tokens
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 from cornplug.vllm_connector.media.mm_identifiers import key_of
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 _ATTRIBUTE: Final = "cornplug_page_keys"
-_LONG_TOKENS: Final = 4096
+_MIN_EARLY_TOKENS: Final = 4096
 """Minimum number of tokens of a prompt for its keys to be computed on arrival. Keys of a shorter prompt are
 computed when they are needed, which takes less than a tenth of a step."""
 
 _COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
 """Values of --prefix-caching-hash-algo whose hashes do not collide in practice."""
 
-_LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
+_OBSERVABLE_CONNECTORS: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
 """Names of connectors that load KV only for requests that `MultiConnector.update_state_after_alloc` assigns
 to the connector."""
 
@@ -56,9 +56,9 @@ class _Placeholder:
     embeds_before: list[int] | None
     """Number of embeddings up to and including each position of the placeholder, or None if every position is
     an embedding."""
-    wide: tuple[int, int, int, int]
+    token_values: tuple[int, int, int, int]
 
-    def replace(self, tokens: list[int], first: int) -> None:
+    def replace_tokens(self, tokens: list[int], first: int) -> None:
         """Replace the placeholder tokens of this media item in `tokens` with values derived from the item's
         key. `tokens` are the request's tokens from index `first` on."""
         start = max(self.offset, first)
@@ -66,9 +66,9 @@ class _Placeholder:
         for position in range(start, end):
             j = position - self.offset
             if self.embeds_before is None:
-                tokens[position - first] = self.wide[j % 4]
+                tokens[position - first] = self.token_values[j % 4]
             elif self.embeds_before[j] > (self.embeds_before[j - 1] if j else 0):
-                tokens[position - first] = self.wide[(self.embeds_before[j] - 1) % 4]
+                tokens[position - first] = self.token_values[(self.embeds_before[j] - 1) % 4]
 
 
 class PageKeys:
@@ -98,7 +98,7 @@ class PageKeys:
             else:
                 # The known tokens may end inside the media item, so count the embeddings of the complete
                 # item.
-                wide = placeholder_tokens(medium_lineage(key, position.get_num_embeds()))
+                wide = placeholder_tokens(media_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
@@ -106,27 +106,27 @@ class PageKeys:
         """Value of the hash chain at the end of each page."""
         self._keys: dict[int, bytes] = {}
 
-    def under(self, root: bytes) -> PageKeys:
+    def with_root(self, root: bytes) -> PageKeys:
         """Return page keys of the same request, derived from another root. Both objects share the hash chain
         over the tokens."""
         other = copy.copy(self)
         other._root, other._keys = root, {}
         return other
 
-    def pages(self, end: int) -> int:
+    def count_pages(self, end: int) -> int:
         """Return the number of complete pages within the first `end` tokens that have keys."""
         return (end if self.limit is None else min(end, self.limit)) // self._page_tokens
 
-    def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
+    def keys_until(self, token_ids: Sequence[int], end: int) -> list[bytes]:
         """Return the keys of all complete pages within the first `end` tokens that have keys."""
-        return self.of(token_ids, range(self.pages(end)))
+        return self.keys_for(token_ids, range(self.count_pages(end)))
 
-    def of(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
+    def keys_for(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
         """Return the keys of the pages with these indices. `pages` is in ascending order, and each index is
         less than `pages(len(token_ids))`."""
         if not pages:
             return []
-        self._advance(token_ids, pages[-1] + 1)
+        self._extend_chain(token_ids, pages[-1] + 1)
         # A decoding request needs one page at a time, for which a comprehension would add a Python call.
         new, links = [], []
         for page in pages:
@@ -137,7 +137,7 @@ class PageKeys:
         self._keys.update(zip(new, made, strict=True))
         return list(map(self._keys.__getitem__, pages))
 
-    def _advance(self, token_ids: Sequence[int], pages: int) -> None:
+    def _extend_chain(self, token_ids: Sequence[int], pages: int) -> None:
         """Extend the hash chain to the end of the first `pages` pages."""
         first = len(self._links)
         if pages <= first:
@@ -145,8 +145,8 @@ class PageKeys:
         start = first * self._page_tokens
         tokens = list(token_ids[start : pages * self._page_tokens])
         for placeholder in self._placeholders:
-            placeholder.replace(tokens, start)
-        links = chain(self._links[-1] if first else b"", tokens)
+            placeholder.replace_tokens(tokens, start)
+        links = hash_chain(self._links[-1] if first else b"", tokens)
         per_page = self._page_tokens // LINK_TOKENS
         self._links += links[per_page - 1 :: per_page]
 
@@ -159,24 +159,24 @@ class KeyMaker(Protocol):
         first. Thread-safe."""
 
 
-_maker: ref[KeyMaker] | None = None
+_key_maker: ref[KeyMaker] | None = None
 
 
-def make_by(maker: KeyMaker) -> None:
+def set_key_maker(maker: KeyMaker) -> None:
     """Use `maker` to compute the page keys of arriving requests for as long as `maker` exists."""
-    global _maker
-    _maker = ref(maker)
+    global _key_maker
+    _key_maker = ref(maker)
 
 
-def received(request: Request) -> None:
+def compute_early_keys(request: Request) -> None:
     """Compute the page keys of a request that has arrived, if its prompt is long."""
-    maker = _maker() if _maker is not None else None
-    if maker is None or request.num_tokens < _LONG_TOKENS:
+    maker = _key_maker() if _key_maker is not None else None
+    if maker is None or request.num_tokens < _MIN_EARLY_TOKENS:
         return
     try:
         keys = maker.keys_of(request)
         if keys is not None:
-            keys.upto(request.all_token_ids, request.num_tokens)
+            keys.keys_until(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
     except Exception as e:  # noqa: BLE001 - any error
         # An exception would end this thread and the engine. The later lookup raises the same error and counts
@@ -184,7 +184,7 @@ def received(request: Request) -> None:
         compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
 
 
-def made_for(request: Request) -> PageKeys | None:
+def early_keys(request: Request) -> PageKeys | None:
     """Return the page keys that were computed when the request arrived, or None if none were computed
     then."""
     return getattr(request, _ATTRIBUTE, None)
@@ -192,7 +192,7 @@ def made_for(request: Request) -> PageKeys | None:
 
 def _from_engine_core_request(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     request = original(*args, **kwargs)
-    received(request)
+    compute_early_keys(request)
     return request
 
 
@@ -200,11 +200,11 @@ class OtherLoads:
     """Records whether the engine's own prefix cache may contain KV that another connector loaded."""
 
     def __init__(self) -> None:
-        self.possible = not getattr(_connecting, "loads_are_seen", False)
+        self.are_possible = not getattr(_connecting, "loads_are_seen", False)
 
-    def seen(self) -> None:
+    def record_load(self) -> None:
         """Record that another connector will load KV."""
-        self.possible = True
+        self.are_possible = True
 
 
 @dataclass(slots=True)
@@ -213,10 +213,10 @@ class OwnTokens:
 
     end: int = 0
 
-    def admitted(self, known: int) -> None:
-        """Record that vLLM has assigned new blocks to the request. The KV of the first `known` tokens comes
-        from this engine or cornplug."""
-        self.end = known
+    def record_admission(self, known_tokens: int) -> None:
+        """Record that vLLM has assigned new blocks to the request. The KV of the first `known_tokens` tokens
+        comes from this engine or cornplug."""
+        self.end = known_tokens
 
     def extend(self, start: int, end: int) -> int:
         """Record that this engine computed tokens `start` to `end`, or loaded them through cornplug. Return
@@ -231,38 +231,40 @@ class OwnTokens:
         return min(self.end, end)
 
 
-def own_cache_is_exact(config: VllmConfig) -> bool:
+def is_own_cache_exact(config: VllmConfig) -> bool:
     """Return whether the engine's own prefix cache returns only blocks of a request's own tokens, because its
     hashes do not collide."""
     return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
 
 
-def others_load() -> bool:
+def has_other_connectors() -> bool:
     """Return whether vLLM is currently creating cornplug's connector together with other connectors."""
     return getattr(_connecting, "beside", False)
 
 
-def _make_several(original: Callable[..., Any], multi: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+def _init_multi_connector(
+    original: Callable[..., Any], multi: Any, config: Any, *args: Any, **kwargs: Any
+) -> Any:
     names = [
         child.get("kv_connector")
         for child in config.kv_transfer_config.kv_connector_extra_config.get("connectors") or ()
     ]
     _connecting.beside = len(names) > 1
-    _connecting.loads_are_seen = _LOADS_ARE_SEEN.issuperset(set(names) - {KV_CONNECTOR})
+    _connecting.loads_are_seen = _OBSERVABLE_CONNECTORS.issuperset(set(names) - {KV_CONNECTOR})
     try:
         return original(multi, config, *args, **kwargs)
     finally:
         _connecting.beside = _connecting.loads_are_seen = False
 
 
-def _load_by_one(
+def _update_state_after_alloc(
     original: Callable[..., Any], multi: Any, request: Any, blocks: Any, num_external_tokens: int
 ) -> Any:
     if num_external_tokens:
         chosen = multi._requests_to_connector.get(request.request_id)
         for i, connector in enumerate(multi.sub_connectors):
-            if i != chosen and hasattr(connector, "_another_connector_loads"):
-                connector._another_connector_loads()
+            if i != chosen and hasattr(connector, "_on_other_connector_load"):
+                connector._on_other_connector_load()
     return original(multi, request, blocks, num_external_tokens)
 
 
@@ -270,6 +272,6 @@ _MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.request", "Request.from_engine_core_request", _from_engine_core_request),
-    (_MULTI, "MultiConnector.__init__", _make_several),
-    (_MULTI, "MultiConnector.update_state_after_alloc", _load_by_one),
+    (_MULTI, "MultiConnector.__init__", _init_multi_connector),
+    (_MULTI, "MultiConnector.update_state_after_alloc", _update_state_after_alloc),
 )

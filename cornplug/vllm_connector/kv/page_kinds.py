@@ -23,29 +23,29 @@ from typing import TYPE_CHECKING, Any, Final
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
 from cornplug.identity import LINK_TOKENS
-from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
+from cornplug.kv_page import CombinedPageSize, PageGeometry, PageSize, tensor_parallel_heads
 from cornplug.vllm_connector.kv.cache_geometry import (
+    checked_draft_config,
+    find_unlisted_field,
     layer_number,
     page_dtype,
     page_geometry,
-    require_plain,
-    require_whole_contexts,
-    steady_drafts,
-    unlisted_field,
+    require_complete_contexts,
+    require_plain_blocks,
 )
-from cornplug.vllm_connector.model.model_config import drafts_with_kv
+from cornplug.vllm_connector.model.model_config import draft_config_with_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
-_METHODS: Final = frozenset({"eagle3"})
+_TESTED_METHODS: Final = frozenset({"eagle3"})
 """Methods of speculative decoding (vLLM's names) that were tested with several cache groups."""
 DRAFT_PREFIX: Final = "draft_model"
 """Prefix of the layer names of a draft model, whose layer numbers start again at 0. The layer numbers of an
 EAGLE head continue after the target model's numbers."""
-OF_STATES: Final[Mapping[str, str]] = {
+STATE_FIELDS: Final[Mapping[str, str]] = {
     "shapes": "in the page",
     "dtypes": "in the page",
     "mamba_type": "in the page",
@@ -68,14 +68,14 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
 
     Raises LayoutError, with the reason, if the draft model's KV cannot be shared.
     """
-    speculative = steady_drafts(config)
+    speculative = checked_draft_config(config)
     if speculative is None:
         return {}
     several = f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)"
-    if speculative.method not in _METHODS:
+    if speculative.method not in _TESTED_METHODS:
         raise LayoutError(
             f"{several} with --speculative-config method {speculative.method} (which is not tested; "
-            f"{', '.join(sorted(_METHODS))} and ngram can be shared)",
+            f"{', '.join(sorted(_TESTED_METHODS))} and ngram can be shared)",
             reason="speculative",
         )
     model, draft = config.model_config, speculative.draft_model_config
@@ -110,7 +110,9 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     return {name: total + place for place, name in enumerate(names)}
 
 
-def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
+def state_page_geometry(
+    config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int
+) -> PageGeometry:
     """Return the page geometry of a cache group with the recurrent states of these layers. Raises LayoutError
     if the group cannot be shared."""
     from vllm.platforms import current_platform
@@ -133,7 +135,7 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
             "tokens",
             reason="layout",
         )
-    if field := unlisted_field(spec, OF_STATES):
+    if field := find_unlisted_field(spec, STATE_FIELDS):
         raise LayoutError(f"state layers with {field} are not supported", reason="hybrid")
     shapes = " ".join(
         f"{dtype_name(of)}{list(shape)}" for shape, of in zip(spec.shapes, spec.dtypes, strict=True)
@@ -163,17 +165,17 @@ class PageKind:
     """vLLM's names of the group's layers, in their order in a page."""
 
     @property
-    def whole(self) -> bool:
+    def needs_all_pages(self) -> bool:
         """Whether a request that continues at a token needs all pages before that token. False if the request
         needs only the last pages (a window or a state)."""
         return not (self.geometry.window or self.geometry.state)
 
-    def needed_from(self, end: int) -> int:
+    def first_needed_token(self, end: int) -> int:
         """Return the first token whose blocks are necessary for a request to continue at token `end`.
 
         The result is a multiple of the block size, because vLLM keeps and caches only complete blocks.
         """
-        if self.whole:
+        if self.needs_all_pages:
             return 0
         tail = 1 if self.geometry.state else self.geometry.window - 1
         return max(0, end - tail) // self.block_size * self.block_size
@@ -192,37 +194,37 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
         geometry = page_geometry(config, cache, page_tokens)
         return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
     several = f"{len(groups)} KV cache groups (a hybrid model)"
-    require_whole_contexts(config)
+    require_complete_contexts(config)
     if config.parallel_config.pipeline_parallel_size > 1:
         raise LayoutError(f"{several} with pipeline parallelism", reason="hybrid")
-    of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
-    if of_states and drafts_with_kv(config) is not None:
+    of_states = [group.kv_cache_spec.block_size for group in groups if _is_state_group(group)]
+    if of_states and draft_config_with_kv(config) is not None:
         raise LayoutError("state layers with speculative decoding are not supported", reason="speculative")
     drafts = draft_layers(config, cache)
-    _require_layers_of_the_model(config, cache, drafts)
+    _require_model_layers(config, cache, drafts)
     page_tokens = max(of_states, default=page_tokens)
-    kinds = tuple(_kind(config, group, page_tokens, several, drafts) for group in groups)
-    if not any(kind.whole for kind in kinds):
+    kinds = tuple(_make_kind(config, group, page_tokens, several, drafts) for group in groups)
+    if not any(kind.needs_all_pages for kind in kinds):
         raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
         # For a model with both kinds, vLLM reports how many tokens its own cache has for full attention. The
         # cache may have fewer tokens for a window.
         raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
-    return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
+    return tuple(kind if kind.geometry.state else _with_model_state(kind, beside) for kind in kinds)
 
 
-def _beside(kind: PageKind, states: str) -> PageKind:
-    return replace(kind, geometry=replace(kind.geometry, beside=states))
+def _with_model_state(kind: PageKind, states: str) -> PageKind:
+    return replace(kind, geometry=replace(kind.geometry, model_state=states))
 
 
-def _keeps_states(group: KVCacheGroupSpec) -> bool:
+def _is_state_group(group: KVCacheGroupSpec) -> bool:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return type(group.kv_cache_spec) is MambaSpec
 
 
-def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
+def _require_model_layers(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
     """Raise LayoutError unless the cache groups contain exactly the layers of the model and its draft. Each
     model layer may occur at most once with KV and once with a state.
 
@@ -231,7 +233,7 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, draft
     """
     total = config.model_config.get_total_num_hidden_layers()
     for of_states, limit in ((False, total), (True, 2 * total)):
-        groups = [group for group in cache.kv_cache_groups if _keeps_states(group) is of_states]
+        groups = [group for group in cache.kv_cache_groups if _is_state_group(group) is of_states]
         names = [name for group in groups for name in group.layer_names if name not in drafts]
         numbers = sorted(map(layer_number, names))
         if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
@@ -240,8 +242,8 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, draft
             )
 
 
-def _kind(
-    config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several: str, drafts: Mapping[str, int]
+def _make_kind(
+    config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, description: str, drafts: Mapping[str, int]
 ) -> PageKind:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -251,23 +253,23 @@ def _kind(
 
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"{several}, one of which has a special role", reason="hybrid")
+        raise LayoutError(f"{description}, one of which has a special role", reason="hybrid")
     numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
     names = tuple(sorted(numbered, key=numbered.__getitem__))
     numbers = tuple(map(numbered.__getitem__, names))
-    if _keeps_states(group):
-        return PageKind(state_page(config, spec, numbers, page_tokens), spec.block_size, names)
+    if _is_state_group(group):
+        return PageKind(state_page_geometry(config, spec, numbers, page_tokens), spec.block_size, names)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        raise LayoutError(f"{several}, one with {type(spec).__name__}", reason="hybrid")
-    require_plain(spec)
+        raise LayoutError(f"{description}, one with {type(spec).__name__}", reason="hybrid")
+    require_plain_blocks(spec)
     dtype, quantised = page_dtype(config, spec)
     heads = config.model_config.get_total_num_kv_heads()
     held, _ = tensor_parallel_heads(heads, config.parallel_config.tensor_parallel_size, 0)
     if spec.num_kv_heads != len(held):
-        raise LayoutError(f"{several}, with different KV heads", reason="hybrid")
+        raise LayoutError(f"{description}, with different KV heads", reason="hybrid")
     if page_tokens % spec.block_size and spec.block_size % page_tokens:
         raise LayoutError(
-            f"{several}: blocks of {spec.block_size} tokens do not fit pages of {page_tokens} tokens",
+            f"{description}: blocks of {spec.block_size} tokens do not fit pages of {page_tokens} tokens",
             reason="layout",
         )
     geometry = PageGeometry(
@@ -285,8 +287,8 @@ def _kind(
     return PageKind(geometry, spec.block_size, names)
 
 
-def whole_page(kinds: Sequence[PageKind]) -> PageSize:
+def combined_page_size(kinds: Sequence[PageKind]) -> PageSize:
     """Return the size of a page with all layers of the model, which is the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
-    return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))
+    return CombinedPageSize(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

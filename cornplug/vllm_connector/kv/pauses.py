@@ -35,60 +35,60 @@ from cornplug.vllm_connector import compat
 _LAST_SAVES_S: Final = 5.0
 """Maximum seconds to wait for unfinished saves when the program ends."""
 
-_here: Final = threading.local()
+_thread_state: Final = threading.local()
 
 
-def part_of_pause() -> bool:
+def is_pausing() -> bool:
     """Return whether this thread is resetting caches because the engine is being paused or put to sleep."""
-    return getattr(_here, "pausing", False)
+    return getattr(_thread_state, "pausing", False)
 
 
-class StoredBefore:
+class ResetFilter:
     """Distinguishes pages that were stored before the last reset from later pages. This engine ignores the
     earlier pages."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
-        self._run = runtime
-        self._due = False
-        self._last: PayloadLocation | None = None
+        self._runtime = runtime
+        self._is_pending = False
+        self._marker: PayloadLocation | None = None
         """Location that the store reserved right after the last reset. Pages with an older generation were
         stored before the reset. None if there was no reset."""
 
-    def begin(self) -> None:
+    def begin_reset(self) -> None:
         """Begin a reset. Returns immediately, because the next lookup sends the request to the store."""
-        self._due = True
+        self._is_pending = True
 
-    def known(self) -> bool:
+    def can_distinguish(self) -> bool:
         """Return whether pages from before the reset can be distinguished from later pages. After a reset,
         this requires a reply from the store."""
-        if self._due:
+        if self._is_pending:
             try:
-                self._last = self._reserve_now()
+                self._marker = self._reserve_marker()
             except CornplugError:
                 return False
-            self._due = self._last is None
-        return not self._due
+            self._is_pending = self._marker is None
+        return not self._is_pending
 
     @property
-    def reset(self) -> bool:
+    def was_reset(self) -> bool:
         """Whether a connector reset was requested. Pages that are read back from disk may be older than
         it."""
-        return self._due or self._last is not None
+        return self._is_pending or self._marker is not None
 
-    def leading_since(self, leases: Leases) -> int:
+    def count_since_reset(self, leases: Leases) -> int:
         """Return the number of leading leases whose pages are known to be stored after the last reset, or
         all leases if there was no reset. Pages that were read back from disk do not count."""
-        if self._last is None:
+        if self._marker is None:
             return len(leases)
         generations = leases.generations
-        since = self._last.generation if leases.arena_id == self._last.arena_id else 0
+        since = self._marker.generation if leases.arena_id == self._marker.arena_id else 0
         old = np.flatnonzero((generations < since) | (generations >= PROMOTED))
         return int(old[0]) if len(old) else len(leases)
 
-    def _reserve_now(self) -> PayloadLocation | None:
-        store, deadline_s = self._run.store, self._run.deadline_s
+    def _reserve_marker(self) -> PayloadLocation | None:
+        store, deadline_s = self._runtime.store, self._runtime.deadline_s
         wanted = [(secrets.token_bytes(KEY_BYTES), 1)]
-        (given,) = store.reserve(wanted, ReserveTerms(self._run.app), deadline_s=deadline_s)
+        (given,) = store.reserve(wanted, ReserveTerms(self._runtime.app), deadline_s=deadline_s)
         if not isinstance(given, Reservation):
             return None
         store.release([given.token], deadline_s=deadline_s)
@@ -96,18 +96,18 @@ class StoredBefore:
 
 
 def _reset_caches(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
-    _here.pausing = True
+    _thread_state.pausing = True
     try:
         return original(core, *args, **kwargs)
     finally:
-        _here.pausing = False
+        _thread_state.pausing = False
 
 
 def _sleep(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
-        for connector in _ours(get_kv_transfer_group()):
+        for connector in _our_connectors(get_kv_transfer_group()):
             connector._end_copies()
     return original(worker, *args, **kwargs)
 
@@ -117,7 +117,7 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
 
     if not isinstance(core, EngineCoreProc):
         try:
-            _end_saves(core)
+            _finish_saves(core)
         except Exception:  # noqa: BLE001 - any error of the engine
             compat.logger.warning(
                 "cornplug: saving the last KV pages failed when the engine ended, so they must be recomputed",
@@ -126,10 +126,12 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
     return original(core, *args, **kwargs)
 
 
-def _end_saves(core: Any) -> None:
+def _finish_saves(core: Any) -> None:
     """Run engine steps until the saves of the last requests have ended. On a CPU, these copies wait until the
     engine is idle."""
-    connectors = [] if core.scheduler.has_unfinished_requests() else list(_ours(core.scheduler.connector))
+    connectors = (
+        [] if core.scheduler.has_unfinished_requests() else list(_our_connectors(core.scheduler.connector))
+    )
     until = time.monotonic() + _LAST_SAVES_S
     while any(one.has_pending_push_work() for one in connectors) and time.monotonic() < until:
         core.step_fn()
@@ -147,7 +149,7 @@ def _add_request(
     return original(scheduler, request, *args, **kwargs)
 
 
-def _ours(connector: Any) -> Iterator[Any]:
+def _our_connectors(connector: Any) -> Iterator[Any]:
     """Yield cornplug's KV connector, which is `connector` itself or one of its children."""
     for one in getattr(connector, "sub_connectors", [connector]):
         if hasattr(one, "_end_copies"):

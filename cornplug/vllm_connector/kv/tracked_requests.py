@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common import lora_digests, weights_guard
-from cornplug.engine_common.lora_digests import LaterAdapters, was_rewritten
+from cornplug.engine_common.lora_digests import BackgroundLoraDigests, was_rewritten
 from cornplug.engine_common.model_identity import page_root
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.engine_common.weights_guard import CurrentIdentity
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from cornplug.vllm_connector.kv.load_offers import FarQuestion, LeasedPages, PageRecall
-    from cornplug.vllm_connector.kv.page_saves import AskedPage
+    from cornplug.vllm_connector.kv.load_offers import FarQuery, LeasedPages, PageRecall
+    from cornplug.vllm_connector.kv.page_saves import PendingPage
 
 _DECODED_TOKENS: Final = 16
 """Maximum number of tokens that a decoding request computes in one step, including draft tokens."""
@@ -44,42 +44,42 @@ class TrackedRequest:
     request: Request
     keys: PageKeys | None = None
     """The request's page keys, or None if its KV is not shared."""
-    identifying: bool = False
+    is_identifying: bool = False
     """Whether the page keys cannot be computed yet, because the checkpoint or the adapter is still being
     read."""
     done_pages: int = 0
     """Number of leading pages that need no further save, because they were offered to the store, are already
     stored, or are not worth saving."""
-    refused: set[int] = field(default_factory=set)
+    retry_pages: set[int] = field(default_factory=set)
     """Indices of pages below `done_pages` for which the store had no memory yet. They are offered again at
     the next step."""
-    unseen: set[int] = field(default_factory=set)
+    unseen_pages: set[int] = field(default_factory=set)
     """Indices of pages that no other request had used when this request offered them to the store. They are
     not offered again."""
-    unsaved: dict[int, bytes] = field(default_factory=dict)
+    unsaved_keys: dict[int, bytes] = field(default_factory=dict)
     """Keys of computed pages that the store has not reserved space for, by page index. An idle engine may
     save these pages after the request has finished."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     recall: PageRecall | None = None
     """The read of the request's pages from disk, or None if none has begun."""
-    far: FarQuestion | None = None
+    far_query: FarQuery | None = None
     """Pending far-store lookup for this request's missing pages, if any."""
     load_failed: bool = False
     """Whether a load for this request has failed. The engine then computes all remaining tokens."""
-    gives_way: bool = False
+    skip_once: bool = False
     """Whether vLLM should skip the request once, because its load has just failed. The request is still first
     in vLLM's queue. If it were not skipped, a later request could keep the blocks that this request needs
     indefinitely."""
-    asked: list[AskedPage] = field(default_factory=list)
+    pending_pages: list[PendingPage] = field(default_factory=list)
     """Pages of the request whose store reservations are pending or will be sent in the next step."""
     open_saves: set[int] = field(default_factory=set)
     """Reservation tokens of the request's pages that the worker halves are writing."""
-    own: OwnTokens | None = None
+    own_tokens: OwnTokens | None = None
     """Tracks which leading tokens have KV that may be saved. None if the engine's own prefix cache contains
     only KV that this engine may save."""
 
-    def saved_until(self, pages: int) -> None:
+    def mark_saved_until(self, pages: int) -> None:
         """Record that the request's first `pages` pages need no save."""
         self.done_pages = max(self.done_pages, pages)
 
@@ -96,13 +96,13 @@ class TrackedRequest:
         # Draft tokens and placeholders of asynchronous scheduling come after the known tokens and are not
         # saved.
         end = min(computed + scheduled, request.num_tokens)
-        return end if self.own is None else self.own.extend(computed, end)
+        return end if self.own_tokens is None else self.own_tokens.extend(computed, end)
 
     def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
         """Return the number of further tokens that must be scheduled before the request can complete a page,
         if the current step schedules `scheduled` tokens and leaves it with `end` computed tokens. Returns 0
         if the request must be checked in the next step in any case."""
-        if self.own is not None or self.refused:
+        if self.own_tokens is not None or self.retry_pages:
             return 0
         left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
         return max(1, left)
@@ -110,16 +110,16 @@ class TrackedRequest:
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
         """Return (index, key) of each page within the first `end` tokens that should be offered to the store
         now."""
-        if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
+        if self.keys is None or (end // page_tokens <= self.done_pages and not self.retry_pages):
             return []
-        there = self.keys.pages(end)
+        there = self.keys.count_pages(end)
         wanted: Sequence[int] = range(self.done_pages, there)
-        if self.refused:
-            wanted = sorted({i for i in self.refused if i < there}.union(wanted))
+        if self.retry_pages:
+            wanted = sorted({i for i in self.retry_pages if i < there}.union(wanted))
             # After a preemption, a refused page may not be computed yet. It is then offered later.
-            self.refused = {i for i in self.refused if i >= there}
-        self.saved_until(there)
-        return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
+            self.retry_pages = {i for i in self.retry_pages if i >= there}
+        self.mark_saved_until(there)
+        return list(zip(wanted, self.keys.keys_for(self.request.all_token_ids, wanted), strict=True))
 
 
 class TrackedRequests:
@@ -127,11 +127,11 @@ class TrackedRequests:
     all."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
-        self._run = runtime
+        self._runtime = runtime
         self._page = page
         self._tally = tally
         self._tracked: dict[str, TrackedRequest] = {}
-        self._looked_at: set[str] = set()
+        self._check_next: set[str] = set()
         """Ids of requests to check for a completed page in the next step that schedules tokens for them."""
         self._clock = 0
         """Logical clock, in tokens. Each step advances it by the largest number of tokens that a decoding
@@ -141,97 +141,100 @@ class TrackedRequests:
         already have finished or have been checked, which does no harm."""
         self._gathered: set[str] = set()
         """Ids of requests that, according to `_clock`, may have completed a page since the last check."""
-        self._gathering = 0
+        self._gather_steps = 0
         """Number of steps since the first request was added to `_gathered`."""
-        exact = page_keys.own_cache_is_exact(config)
-        self._tracks_origin = page_keys.others_load() or not exact
+        exact = page_keys.is_own_cache_exact(config)
+        self._tracks_origin = page_keys.has_other_connectors() or not exact
         self.other_loads = OtherLoads()
         if not exact:
-            self.other_loads.seen()
+            self.other_loads.record_load()
             compat.logger.warning(
                 "cornplug: KV from vLLM's own prefix cache is not saved, because hashes of the chosen "
                 "--prefix-caching-hash-algo may collide. Use sha256 or sha256_cbor to save this KV."
             )
-        self._adapts_neighbours = compat.adapts_neighbours(config)
+        self._may_apply_foreign_adapter = compat.may_apply_foreign_adapter(config)
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
-        self._adapters = LaterAdapters()
-        self._current = self._identity.now()
-        """(epoch, identity of the weights in this epoch), as of the last call of `before_update`."""
+        self._adapters = BackgroundLoraDigests()
+        self._current = self._identity.current()
+        """(epoch, identity of the weights in this epoch), as of the last call of `handle_update`."""
         self.epoch = self._current[0]
-        """Epoch of the engine's weights as of the last call of `before_update`. Odd during an update."""
-        self.rereads = lora_digests.rereads()
+        """Epoch of the engine's weights as of the last call of `handle_update`. Odd during an update."""
+        self.reread_count = lora_digests.reread_count()
         """Number of adapters that vLLM reads again while requests run, as of the last call of
-        `before_reread`."""
-        self._current[1].first_wait()
+        `handle_reread`."""
+        self._current[1].wait_initially()
         if runtime.config.engine.save != "never":
             # Saving needs all page keys of a prompt, whether or not the store already has the pages.
-            page_keys.make_by(self)
-        self.unusable = ""
+            page_keys.set_key_maker(self)
+        self.unusable_reason = ""
         """Reason why a rank cannot copy KV, or "" if all ranks can."""
 
     def __bool__(self) -> bool:
         return bool(self._tracked)
 
     @property
-    def off(self) -> str:
+    def disabled_reason(self) -> str:
         """Reason why this engine shares no KV until its weights are replaced again, or "" if it shares KV."""
-        return self.unusable or self._current[1].failure
+        return self.unusable_reason or self._current[1].failure
 
     @property
-    def sharing(self) -> bool:
+    def is_sharing(self) -> bool:
         """Whether KV computed with this engine's weights may be shared now."""
-        return not self.off and not weights_guard.replaced()
+        return not self.disabled_reason and not weights_guard.has_replaced_weights()
 
     @property
-    def gathering(self) -> bool:
+    def has_gathered_requests(self) -> bool:
         """Whether any request waits to be checked for completed pages. A step that computes no tokens also
         makes this check."""
         return bool(self._gathered)
 
-    def unfinished(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Return whether any tracked request is still unfinished."""
         return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
-    def all(self) -> list[TrackedRequest]:
+    def list_all(self) -> list[TrackedRequest]:
         """Return all tracked requests."""
         return list(self._tracked.values())
 
-    def before_update(self) -> list[TrackedRequest]:
+    def handle_update(self) -> list[TrackedRequest]:
         """Handle replaced weights. Returns all tracked requests and drops their page keys, because the
         previous weights may have computed a part of their KV."""
-        self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
-        self._end_sharing_of(found, "weights_updated")
+        self.epoch, self._current, found = weights_guard.epoch(), self._identity.current(), self.list_all()
+        self._drop_keys(found, "weights_updated")
         return found
 
-    def before_reread(self) -> list[TrackedRequest]:
+    def handle_reread(self) -> list[TrackedRequest]:
         """Handle adapters that vLLM reads again while requests run. Returns the tracked requests that use
         such an adapter, and drops their page keys."""
-        self.rereads, found = lora_digests.rereads(), [t for t in self.all() if _is_reread(t.request)]
-        self._end_sharing_of(found, "lora_reread")
+        self.reread_count, found = (
+            lora_digests.reread_count(),
+            [t for t in self.list_all() if _is_reread(t.request)],
+        )
+        self._drop_keys(found, "lora_reread")
         return found
 
-    def _end_sharing_of(self, found: Sequence[TrackedRequest], reason: str) -> None:
+    def _drop_keys(self, found: Sequence[TrackedRequest], reason: str) -> None:
         for tracked in found:
             if tracked.keys is not None and not tracked.request.is_finished():
-                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
-            tracked.keys, tracked.identifying = None, False
+                self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, reason)
+            tracked.keys, tracked.is_identifying = None, False
 
-    def trusts_cache(self, request: Request) -> bool:
+    def can_trust_cache(self, request: Request) -> bool:
         """Return whether all blocks in the engine's own prefix cache that this request may use were computed
         with the request's model and adapter."""
         lora = request.lora_request
-        return not self.other_loads.possible and (lora is None or not was_rewritten(lora.lora_path))
+        return not self.other_loads.are_possible and (lora is None or not was_rewritten(lora.lora_path))
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """Return the tracked request with this id, or None if it is not tracked."""
         return self._tracked.get(request_id)
 
-    def of(self, tracked: TrackedRequest) -> TrackedRequest:
+    def state_of(self, tracked: TrackedRequest) -> TrackedRequest:
         """Return the record of a request's pages in the model's only cache group, which is `tracked` itself.
         Models with several groups use `GroupRequests`."""
         return tracked
 
-    find = of
+    find_state = state_of
 
     def track(self, request: Request) -> TrackedRequest:
         """Return the tracked request for `request`, and start to track it if it is new. A request whose KV is
@@ -240,56 +243,58 @@ class TrackedRequests:
         if tracked is None:
             if request.lora_request is not None and request.lora_request.load_inplace:
                 # An in-process `LLM` loads the adapter in a step, without a call of `EngineCore.add_lora`.
-                lora_digests.note_reread(request.lora_request.lora_int_id)
+                lora_digests.record_reread(request.lora_request.lora_int_id)
             own = OwnTokens() if self._tracks_origin else None
-            tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
+            tracked = self._tracked[request.request_id] = TrackedRequest(request, own_tokens=own)
             reason = self._make_keys(tracked)
             if reason:
-                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
-        elif tracked.identifying:
+                self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, reason)
+        elif tracked.is_identifying:
             self._make_keys(tracked)
         # The request is admitted, possibly again, and the number of computed tokens then depends on the
         # engine's own cache and on loads.
-        self.look_at(tracked)
+        self.schedule_check(tracked)
         return tracked
 
-    def look_at(self, tracked: TrackedRequest) -> None:
+    def schedule_check(self, tracked: TrackedRequest) -> None:
         """Check the request for a completed page in the next step that schedules it."""
-        if self._follows(tracked):
-            self._looked_at.add(tracked.request.request_id)
+        if self._is_tracked(tracked):
+            self._check_next.add(tracked.request.request_id)
 
-    def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
+    def find_completing(
+        self, scheduled_tokens: Mapping[str, int], total: int
+    ) -> list[tuple[TrackedRequest, int]]:
         """Return requests that may have completed a page by the end of a step, each with its computed tokens.
 
         Called once per step, with the number of scheduled tokens by request id and their `total`. A step that
         only decodes makes no Python call per request. Instead, a clock advances by the largest number of
         tokens that a decoding request gets, and each request has a time on this clock when it may complete a
         page. The request is then gathered with other requests, so that their pages are reserved together a
-        few steps later. Requests that get more tokens than a decoding request, and requests from `look_at`,
-        are returned immediately, together with all gathered requests.
+        few steps later. Requests that get more tokens than a decoding request, and requests from
+        `schedule_check`, are returned immediately, together with all gathered requests.
         """
-        now = self._advance(scheduled_tokens, total)
-        if self._looked_at:
-            now += [name for name in self._looked_at if name in scheduled_tokens]
-        if self._gathered and self._gathering < _GATHER_STEPS and len(self._gathered) < _GATHER_REQUESTS:
-            self._gathering += 1
+        now = self._advance_clock(scheduled_tokens, total)
+        if self._check_next:
+            now += [name for name in self._check_next if name in scheduled_tokens]
+        if self._gathered and self._gather_steps < _GATHER_STEPS and len(self._gathered) < _GATHER_REQUESTS:
+            self._gather_steps += 1
             if scheduled_tokens and not now:
                 return []
         elif not (self._gathered or now):
             return []
         names = self._gathered.union(now)
-        self._gathered, self._gathering = set(), 0
-        self._looked_at -= names
+        self._gathered, self._gather_steps = set(), 0
+        self._check_next -= names
         found = []
         for name in sorted(names):
             tracked = self._tracked.get(name)
             if tracked is not None:
-                end = self._look(tracked, scheduled_tokens.get(name, 0))
+                end = self._check_request(tracked, scheduled_tokens.get(name, 0))
                 if end:
                     found.append((tracked, end))
         return found
 
-    def _advance(self, scheduled_tokens: Mapping[str, int], total: int) -> list[str]:
+    def _advance_clock(self, scheduled_tokens: Mapping[str, int], total: int) -> list[str]:
         """Advance the logical clock by one step. Returns the ids of requests that get more tokens than a
         decoding request."""
         most, many = 1, []
@@ -306,80 +311,80 @@ class TrackedRequests:
         self._clock += most
         return many
 
-    def _look(self, tracked: TrackedRequest, scheduled: int) -> int:
+    def _check_request(self, tracked: TrackedRequest, scheduled: int) -> int:
         """Return the number of a request's computed tokens after this step, or 0 if the request has no page
         keys or its pages are still being loaded. Also schedules the request's next check."""
         name = tracked.request.request_id
-        if tracked.identifying:
+        if tracked.is_identifying:
             self._make_keys(tracked)
-            self._looked_at.add(name)
+            self._check_next.add(name)
         if tracked.keys is None:
             return 0
         if tracked.loading is not None:
             # The request's blocks do not contain KV yet.
-            self._looked_at.add(name)
+            self._check_next.add(name)
             return 0
         end = tracked.computed_after(scheduled)
         wait = tracked.tokens_to_page(end, scheduled, self._page.page_tokens)
         if wait:
             self._due.setdefault(self._clock + wait, []).append(name)
         else:
-            self._looked_at.add(name)
+            self._check_next.add(name)
         return end
 
-    def last_end(self, tracked: TrackedRequest) -> int:
+    def final_computed_tokens(self, tracked: TrackedRequest) -> int:
         """Return the number of computed tokens of a finished request if it may have completed a page since
         the last check, else 0."""
         name = tracked.request.request_id
-        return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
+        return tracked.computed_after(0) if name in self._gathered or name in self._check_next else 0
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Stop tracking a request. A later request may have the same id."""
-        if self._follows(tracked):
+        if self._is_tracked(tracked):
             del self._tracked[tracked.request.request_id]
-            self._looked_at.discard(tracked.request.request_id)
+            self._check_next.discard(tracked.request.request_id)
             self._gathered.discard(tracked.request.request_id)
 
-    def _follows(self, tracked: TrackedRequest) -> bool:
+    def _is_tracked(self, tracked: TrackedRequest) -> bool:
         """Return whether this particular request is tracked, and not a different request with the same id."""
         held = self._tracked.get(tracked.request.request_id)
         return held is not None and held.request is tracked.request
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
         """Compute a request's page keys. Returns the reason if its KV is not shared, else ""."""
-        request, reason = tracked.request, self._why_not(tracked.request)
+        request, reason = tracked.request, self._miss_reason(tracked.request)
         if not reason:
             try:
-                ahead = page_keys.made_for(request)
+                ahead = page_keys.early_keys(request)
                 current = ahead is not None and ahead.epoch == self._current[0]
-                tracked.keys = ahead if current else self._keys(request)
+                tracked.keys = ahead if current else self._compute_keys(request)
             except CornplugError as e:
                 reason = e.reason
         if request.lora_request is not None and was_rewritten(request.lora_request.lora_path):
-            tracked.own = tracked.own or OwnTokens()
+            tracked.own_tokens = tracked.own_tokens or OwnTokens()
         # If the checkpoint is still being read, it may be identified by the time of the first save.
-        tracked.identifying = reason == "identifying"
+        tracked.is_identifying = reason == "identifying"
         return reason
 
     def keys_of(self, request: Request) -> PageKeys | None:
         """Compute page keys for a request that has just arrived. Returns None if the request is not shared or
         needs checks on the engine's thread first."""
         # Digests of adapters may be read only on the engine's thread.
-        if request.lora_request is not None or self._why_not(request):
+        if request.lora_request is not None or self._miss_reason(request):
             return None
-        return self._keys(request)
+        return self._compute_keys(request)
 
-    def _keys(self, request: Request) -> PageKeys:
-        epoch, root = self._root(request, self._page)
-        return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
+    def _compute_keys(self, request: Request) -> PageKeys:
+        epoch, root = self._epoch_and_root(request, self._page)
+        return PageKeys(self._runtime.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
-    def _why_not(self, request: Request) -> str:
+    def _miss_reason(self, request: Request) -> str:
         """Return the reason why this request's KV is not shared, or "" if it is shared."""
-        if self.off:
-            return self.off
-        if weights_guard.replaced():
+        if self.disabled_reason:
+            return self.disabled_reason
+        if weights_guard.has_replaced_weights():
             return "weights_updated"
-        if self._current[1].found is None:
+        if self._current[1].value is None:
             return "identifying"
         if request.prompt_embeds is not None:
             return "prompt_embeds"
@@ -388,22 +393,22 @@ class TrackedRequests:
             return "streaming"
         if _is_reread(request):
             return "lora_reread"
-        if self._adapts_neighbours and request.lora_request is None:
+        if self._may_apply_foreign_adapter and request.lora_request is None:
             return "lora_neighbour"
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
         """Return the root from which the keys of a request's pages with this geometry are derived. Raises
         CornplugError if the model or the adapter cannot be identified."""
-        return self._root(request, page)[1]
+        return self._epoch_and_root(request, page)[1]
 
-    def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
+    def _epoch_and_root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
         """Return (epoch of the weights, root of the request's page keys)."""
         epoch, identified = self._current
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None
         salt = request.cache_salt
-        return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)
+        return epoch, page_root(self._runtime.secret, identified.get(), page, adapter=adapter, salt=salt)
 
 
 def _is_reread(request: Request) -> bool:

@@ -1,6 +1,6 @@
 """Worker half of the KV connector: copies between vLLM's blocks and pages in the store.
 
-Copies run on a separate thread, except direct copies between a GPU and the store (`ArenaMoves`). On an
+Copies run on a separate thread, except direct copies between a GPU and the store (`ArenaTransfers`). On an
 accelerator, copies use two separate streams, with loads before saves, so that the forward pass does not wait.
 All pages that a step saves through this thread are one job, regardless of their requests. Full blocks of a
 running request never change. Blocks of a preempted request are reused immediately, and blocks of a finished
@@ -27,22 +27,21 @@ from cornplug.store.base import Lease, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
-    MoveReports,
     OngoingSave,
     PageLoad,
     PageSave,
     SavedPage,
-    pages_of,
-    take,
+    TransferReports,
+    iter_saved_pages,
+    take_pages,
 )
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend, Slab
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv_copies.layout import BlockLayout, verified_layouts
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, derive_layouts
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
+    from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers
     from cornplug.vllm_connector.kv.groups_worker import GroupsWorker
 
 
@@ -56,32 +55,32 @@ class KVWorker:
         block_size: int,
         background_timeout_s: float,
         *,
-        beside: KVWorker | None = None,
-        share: float = 1.0,
+        other_worker: KVWorker | None = None,
+        slab_share: float = 1.0,
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Create the worker half. `background_timeout_s` is the timeout for calls that the mover makes to the
-        store. `beside` is the worker of another cache group, whose mover this worker shares. `share` is the
-        fraction of the maximum slab size on an accelerator that this worker uses. `scales` maps layer names
-        to the scales of K and V, if pages are quantised."""
+        store. `other_worker` is the worker of another cache group, whose mover this worker shares.
+        `slab_share` is the fraction of the maximum slab size on an accelerator that this worker uses.
+        `scales` maps layer names to the scales of K and V, if pages are quantised."""
         self._scales = scales or {}
-        self._page, self._mine = pages.page, pages.held
+        self._page, self._rank_slice = pages.page, pages.rank_slice
         self._pages = pages
         self._background_timeout_s = background_timeout_s
         self._block_size = block_size
-        self._out: BlockCopies | None = None
-        self._in: BlockCopies | None = None
-        self._arena: ArenaMoves | None = None
+        self._out_copies: BlockCopies | None = None
+        self._in_copies: BlockCopies | None = None
+        self._arena_transfers: ArenaTransfers | None = None
         """Direct copies between the GPU and the store, or None if pages are copied through host memory."""
         self._on_gpu = False
         self._sizes = BlockSizes(block_size, block_size)
-        self._share = share
-        self._beside = beside
+        self._slab_share = slab_share
+        self._other_worker = other_worker
         self._mover: KVMover = (
-            beside._mover if beside is not None else KVMover(lambda: self._side.enter_thread())
+            other_worker._mover if other_worker is not None else KVMover(lambda: self._backend.enter_thread())
         )
-        self._side: CopySide = CpuSide()
-        self._reports = MoveReports(pages, block_size)
+        self._backend: CopyBackend = CpuBackend()
+        self._reports = TransferReports(pages, block_size)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class KVWorker:
 
         If a cache cannot be mapped to pages, the scheduler half is notified and stops sharing.
         """
-        mine = self._mine
+        mine = self._rank_slice
         try:
             if len(caches) != len(mine.layers):
                 raise LayoutError(
@@ -98,19 +97,21 @@ class KVWorker:
                     "layers",
                     reason="layout",
                 )
-            layouts = self._layouts(caches, layers)
+            layouts = self._derive_layouts(caches, layers)
         except LayoutError as e:
-            self.refuse(e)
+            self.report_unusable(e)
             return
-        self._out, self._in = (
-            BlockCopies(list(caches.values()), layouts, self._pages.shape, urgent=urgent, share=self._share)
+        self._out_copies, self._in_copies = (
+            BlockCopies(
+                list(caches.values()), layouts, self._pages.shape, urgent=urgent, slab_share=self._slab_share
+            )
             for urgent in (False, True)
         )
         self._sizes = BlockSizes(self._block_size, layouts[0].block_size)
-        self._side = self._out.side
-        self._on_gpu = self._out.blocks.device.type == "cuda"
+        self._backend = self._out_copies.backend
+        self._on_gpu = self._out_copies.blocks.device.type == "cuda"
         if self._on_gpu and not self._page.state:  # Direct copies gather tokens, which states do not have.
-            self._arena = self._open_arena(self._out.blocks)
+            self._arena_transfers = self._open_arena_transfers(self._out_copies.blocks)
         compat.logger.info(
             "cornplug: KV layout verified: %d layers, heads %d to %d of %d",
             len(layouts),
@@ -119,21 +120,21 @@ class KVWorker:
             self._page.heads,
         )
 
-    def _layouts(
+    def _derive_layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
         """Return the memory layout of each KV cache, in the order of `caches`. Raises LayoutError if a cache
         cannot be mapped to pages."""
-        heads = len(self._mine.heads)
-        return verified_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
+        heads = len(self._rank_slice.heads)
+        return derive_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
 
-    def refuse(self, error: LayoutError) -> None:
+    def report_unusable(self, error: LayoutError) -> None:
         """Report to the scheduler half that this rank's KV caches cannot be mapped to pages, so that sharing
         stops."""
         compat.logger.warning("cornplug: KV of this engine is not shared: %s", error)
-        self._reports.unusable(error.reason)
+        self._reports.report_unusable(error.reason)
 
-    def _open_arena(self, blocks: CacheBlocks) -> ArenaMoves | None:
+    def _open_arena_transfers(self, blocks: CacheBlocks) -> ArenaTransfers | None:
         """Create the GPU's direct copies to and from the store, or return None if they are not possible."""
         try:
             from cornplug.vllm_connector.kv.arena_moves import open_arena
@@ -146,10 +147,10 @@ class KVWorker:
             self._pages,
             self._reports,
             blocks,
-            beside=self._beside._arena if self._beside is not None else None,
-            share=self._share,
+            other_group=self._other_worker._arena_transfers if self._other_worker is not None else None,
+            slab_share=self._slab_share,
             sizes=self._sizes,
-            discard=lambda keys: self._mover.submit(self._discard(keys), urgent=False),
+            discard=lambda keys: self._mover.submit(self._discard_job(keys), urgent=False),
         )
 
     # -- the engine's step ------------------------------------------------------------------
@@ -161,18 +162,18 @@ class KVWorker:
             self._mover.begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Start to load pages into the requests' blocks. vLLM runs a request after `finished` has returned
-        its id."""
-        mark = self._side.mark() if loads else None
+        """Start to load pages into the requests' blocks. vLLM runs a request after `take_finished` has
+        returned its id."""
+        mark = self._backend.mark() if loads else None
         for load in loads:
             if not load.pages:
                 # The scheduler half failed after the engine accepted the offer.
-                self._reports.load_over(load, 0, "load_error", 0.0)
-            elif self._arena is not None and self._arena.reaches_load(load):
-                self._arena.load(load, mark)
+                self._reports.end_load(load, 0, "load_error", 0.0)
+            elif self._arena_transfers is not None and self._arena_transfers.can_load(load):
+                self._arena_transfers.load(load, mark)
             else:
                 if self._on_gpu:
-                    self._reports.staged(len(load.pages))
+                    self._reports.count_staged(len(load.pages))
                 self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
@@ -180,73 +181,75 @@ class KVWorker:
         self._mover.end_step()
         if not saves:
             return
-        mark, staged = self._side.mark(), list(saves)
-        if self._arena is not None and self._mine.writes:
-            reached, staged = self._arena.reached_saves(saves)
+        mark, staged = self._backend.mark(), list(saves)
+        if self._arena_transfers is not None and self._rank_slice.writes:
+            reached, staged = self._arena_transfers.split_saves(saves)
             if reached:
-                self._arena.save(self._reports.saves_begin(reached), mark)
+                self._arena_transfers.save(self._reports.begin_saves(reached), mark)
         if staged:
-            if self._on_gpu and self._mine.writes:
-                self._reports.staged(sum([len(save.pages) for save in staged]))
-            self._mover.submit(self._save(self._reports.saves_begin(staged), mark), urgent=False)
+            if self._on_gpu and self._rank_slice.writes:
+                self._reports.count_staged(sum([len(save.pages) for save in staged]))
+            self._mover.submit(self._save(self._reports.begin_saves(staged), mark), urgent=False)
 
-    def stepped(self, number: int) -> None:
+    def record_step_end(self, number: int) -> None:
         """Include the end of timed step `number` in the next acknowledgements."""
-        self._reports.stepped(number)
+        self._reports.record_step_end(number)
 
-    def give_up_saves(self, names: Collection[str]) -> None:
+    def cancel_saves(self, names: Collection[str]) -> None:
         """Report the pages of these saves as not written, except pages that were already acknowledged. Does
         not wait."""
-        self._reports.give_up_saves(names)
+        self._reports.cancel_saves(names)
 
     def drain(self) -> None:
         """Wait until no copy reads or writes any KV cache block."""
-        if self._arena is not None:
-            self._arena.drain()
+        if self._arena_transfers is not None:
+            self._arena_transfers.drain()
         self._mover.wait()
 
-    def finished(self) -> set[str]:
+    def take_finished(self) -> set[str]:
         """Return the ids of requests whose load has ended since the last call, successfully or not."""
-        if self._arena is not None:
-            self._arena.poll()
-        return self._reports.finished()
+        if self._arena_transfers is not None:
+            self._arena_transfers.poll()
+        return self._reports.take_finished()
 
-    def bad_blocks(self) -> set[int]:
+    def take_bad_blocks(self) -> set[int]:
         """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
-        are available no later than `finished` returns the request's id."""
-        return self._reports.bad_blocks()
+        are available no later than `take_finished` returns the request's id."""
+        return self._reports.take_bad_blocks()
 
-    def acks(self) -> CornplugKVWorkerMetadata | None:
+    def take_acks(self) -> CornplugKVWorkerMetadata | None:
         """Return the acknowledgements for the scheduler half since the last call, or None if there are
         none."""
-        return self._reports.acks()
+        return self._reports.take_acks()
 
     def close(self) -> None:
         """Wait for the slabs that are being copied, and drop all copies that have not started."""
-        if self._arena is not None:
-            self._arena.close()
+        if self._arena_transfers is not None:
+            self._arena_transfers.close()
         self._mover.close()
-        for copies in (self._out, self._in):
+        for copies in (self._out_copies, self._in_copies):
             if copies is not None:
-                copies.settle()
+                copies.wait()
 
     # -- the mover's thread -----------------------------------------------------------------
 
-    def _load(self, load: PageLoad, mark: Any, asked: float) -> Job:
+    def _load(self, load: PageLoad, mark: Any, submitted_s: float) -> Job:
         # The end of the load must be reported in every case, because its request waits for it.
         done, reason, settled = 0, "load_error", False
         began = time.monotonic()
         try:
-            copies = self._mapped(self._in)
+            copies = self._require_mapped(self._in_copies)
             try:
                 table = kernel_table(load.blocks, self._sizes)
                 for i in range(0, len(load.pages), copies.slab_pages):
-                    if time.monotonic() > asked + load.deadline_s:
+                    if time.monotonic() > submitted_s + load.deadline_s:
                         raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
                     pages = load.pages[i : i + copies.slab_pages]
-                    slab = copies.slab(len(pages))
-                    whole = self._verified(pages, slab.host)
-                    copies.begin_in(slab, table, load.first_page + i, whole, (load.start, load.end), mark)
+                    slab = copies.next_slab(len(pages))
+                    whole = self._copy_verified(pages, slab.host)
+                    copies.begin_copy_in(
+                        slab, table, load.first_page + i, whole, (load.start, load.end), mark
+                    )
                     done += whole
                     if whole < len(pages):
                         raise CodecError(
@@ -254,26 +257,26 @@ class KVWorker:
                         )
                     yield
             finally:
-                copies.settle()
+                copies.wait()
                 settled = True
             reason = ""
         except CornplugError as e:
             reason = e.reason
             compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
-                self._discard_now(load.pages.keys[done:])
+                self._discard_pages(load.pages.keys[done:])
         finally:
             done = done if settled else 0
-            self._reports.load_over(load, done, reason, time.monotonic() - began)
+            self._reports.end_load(load, done, reason, time.monotonic() - began)
 
-    def _discard(self, keys: Sequence[bytes]) -> Job:
-        self._discard_now(keys)
+    def _discard_job(self, keys: Sequence[bytes]) -> Job:
+        self._discard_pages(keys)
         yield
 
-    def _discard_now(self, keys: Sequence[bytes]) -> None:
+    def _discard_pages(self, keys: Sequence[bytes]) -> None:
         self._pages.discard(keys, deadline_s=self._background_timeout_s)
 
-    def _verified(self, pages: Leases, host: torch.Tensor) -> int:
+    def _copy_verified(self, pages: Leases, host: torch.Tensor) -> int:
         """Copy this rank's part of leased pages to `host` and verify the checksums. Returns the number of
         intact pages before the first damaged page."""
 
@@ -289,37 +292,39 @@ class KVWorker:
         return sum(1 for _ in itertools.takewhile(bool, map(whole, pages, host)))
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
-        copies = self._out if self._mine.writes else None
-        pages = pages_of(saves, self._page.rows, self._sizes)
+        copies = self._out_copies if self._rank_slice.writes else None
+        pages = iter_saved_pages(saves, self._page.rows, self._sizes)
         pending = deque[tuple[list[SavedPage], Slab]]()
         try:
             while copies is not None:
-                while len(pending) <= copies.ahead and (slab := take(pages, copies.slab_pages)):
-                    pending.append((slab, copies.begin_out([page.place for page in slab], mark)))
+                while len(pending) <= copies.slabs_ahead and (slab := take_pages(pages, copies.slab_pages)):
+                    pending.append(
+                        (slab, copies.begin_copy_out([page.table_position for page in slab], mark))
+                    )
                 if not pending:
                     break
                 slab, moving = pending.popleft()
-                for page, source in zip(slab, moving.arrived(), strict=True):
+                for page, source in zip(slab, moving.wait_host(), strict=True):
                     self._write(page, source)
                 yield
         finally:
             try:
                 if copies is not None:
-                    copies.settle()
+                    copies.wait()
             finally:
-                self._reports.saves_over(saves)
+                self._reports.end_saves(saves)
 
     def _write(self, page: SavedPage, source: torch.Tensor) -> None:
         """Write this rank's part of a page to the store, and acknowledge the page as written or failed."""
         sums: dict[int, int] = {}
         try:
-            if not page.ongoing.given_up:
+            if not page.ongoing.is_cancelled:
                 sums = self._pages.write(source, page.target.location)
         except CornplugError as e:
             compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
-        self._reports.page_over(page, sums)
+        self._reports.end_page(page, sums)
 
-    def _mapped(self, copies: BlockCopies | None) -> BlockCopies:
+    def _require_mapped(self, copies: BlockCopies | None) -> BlockCopies:
         if copies is None:
             raise LayoutError("the KV cache is not mapped", reason="layout")
         return copies
@@ -335,20 +340,20 @@ class DisabledKVWorker:
     def __init__(self, block_size: int, reason: str) -> None:
         self._block_size = block_size
         self._reason = reason
-        self._acks = CornplugKVWorkerMetadata(unusable=reason)
-        self._loaded: set[str] = set()
+        self._acks = CornplugKVWorkerMetadata(unusable_reason=reason)
+        self._finished_loads: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._failed: set[str] = set()
+        self._last_failed: set[str] = set()
 
     @classmethod
-    def in_place_of(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
+    def replacing(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
         """Create a replacement for a worker that failed, which still reports the results of that worker's
         loads and saves."""
         stopped = cls(block_size, reason)
         worker.drain()
-        stopped._loaded, stopped._bad_blocks = worker.finished(), worker.bad_blocks()
-        if (acks := worker.acks()) is not None:
-            acks.unusable = acks.unusable or reason
+        stopped._finished_loads, stopped._bad_blocks = worker.take_finished(), worker.take_bad_blocks()
+        if (acks := worker.take_acks()) is not None:
+            acks.unusable_reason = acks.unusable_reason or reason
             stopped._acks = acks
         return stopped
 
@@ -361,11 +366,11 @@ class DisabledKVWorker:
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Report all loads as failed, except loads that the replaced worker has finished."""
         for load in loads:
-            if load.request_id in self._loaded and load.request_id not in self._acks.failed_loads:
+            if load.request_id in self._finished_loads and load.request_id not in self._acks.failed_loads:
                 continue
             self._bad_blocks |= load.blocks_from(load.start, self._block_size)
             self._acks.failed_loads[load.request_id] = self._reason
-            self._loaded.add(load.request_id)
+            self._finished_loads.add(load.request_id)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Report all pages as not written, except pages that the replaced worker has written."""
@@ -376,31 +381,31 @@ class DisabledKVWorker:
     def drain(self) -> None:
         """Do nothing, because this rank copies no KV."""
 
-    def stepped(self, number: int) -> None:
+    def record_step_end(self, number: int) -> None:
         """Do nothing, because this rank measures no steps."""
 
-    def give_up_saves(self, names: Collection[str]) -> None:
+    def cancel_saves(self, names: Collection[str]) -> None:
         """Do nothing, because this rank saves no pages."""
 
-    def finished(self) -> set[str]:
+    def take_finished(self) -> set[str]:
         """Return the ids of requests whose load has ended since the last call, successfully or not."""
-        self._failed, self._loaded = self._loaded, set()
-        return self._failed
+        self._last_failed, self._finished_loads = self._finished_loads, set()
+        return self._last_failed
 
-    def failed(self) -> set[str]:
-        """Return the ids of the requests that `finished` returned last.
+    def failed_loads(self) -> set[str]:
+        """Return the ids of the requests that `take_finished` returned last.
 
         With several cache groups, all of them are reported to vLLM as failed, including loads that the
         replaced worker had finished.
         """
-        return self._failed
+        return self._last_failed
 
-    def bad_blocks(self) -> set[int]:
+    def take_bad_blocks(self) -> set[int]:
         """Return the ids of the blocks whose load has failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def acks(self) -> CornplugKVWorkerMetadata | None:
+    def take_acks(self) -> CornplugKVWorkerMetadata | None:
         """Return the acknowledgements for the scheduler half since the last call, or None if there are
         none."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.vllm_connector.kv_copies.layout import BlockLayout, BlockPlane, TokenPlaces
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, BlockPlane, TokenSlots
 
 Table = NDArray[np.int64]
 PageShape = tuple[int, int, int, int, int]
@@ -22,7 +22,7 @@ PageShape = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StridedView:
     """Planes of one or more layers, addressed by one strided view of shape (layers, blocks, heads, planes,
     slots, dim). `layers` and `planes` are their indices in a page."""
 
@@ -41,7 +41,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _IndexedPart:
+class _IndexedView:
     """One plane of one layer, addressed by an index because it has no strided view."""
 
     plane: BlockPlane
@@ -69,21 +69,21 @@ class CacheBlocks:
         self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
         """Whether `read` and `write` can be used. They require that all values can be addressed by
         strides."""
-        self.parts = _parts(caches, layouts)
+        self.views = _make_views(caches, layouts)
         self._slots = layouts[0].block_size
 
-    def gather(self, there: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy the tokens at these blocks and slots, both of shape (n,), to the pages in `there`, of shape
+    def gather(self, target: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy the tokens at these blocks and slots, both of shape (n,), to the pages in `target`, of shape
         (pages, *shape)."""
-        pages, size = there.shape[0], self.shape[3]
-        for one in self.parts:
+        pages, size = target.shape[0], self.shape[3]
+        for one in self.views:
             values = one.gather(blocks, slots).unflatten(0, (pages, size))
-            there[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
+            target[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
 
-    def scatter(self, there: torch.Tensor, tokens: slice, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy `tokens` of the pages in `there`, counted from the first page, to these blocks and slots."""
-        for one in self.parts:
-            values = there[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
+    def scatter(self, source: torch.Tensor, tokens: slice, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Copy `tokens` of the pages in `source`, counted from the first page, to these blocks and slots."""
+        for one in self.views:
+            values = source[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
             one.scatter(blocks, slots, values[tokens])
 
     def read(self, table: Table, start: int, host: torch.Tensor) -> None:
@@ -93,38 +93,38 @@ class CacheBlocks:
         Tokens are copied block by block. On a CPU, this is 3 times (transposed K) to 10 times (V) as fast as
         indexing.
         """
-        for one, block, slots, values in self._runs(table, start, host):
+        for one, block, slots, values in self._iter_runs(table, start, host):
             values.copy_(one.view[:, block, :, :, slots])
 
     def write(self, table: Table, start: int, host: torch.Tensor) -> None:
         """Copy `host` to a request's blocks, beginning with token `start`. This is the reverse of `read`."""
-        for one, block, slots, values in self._runs(table, start, host):
+        for one, block, slots, values in self._iter_runs(table, start, host):
             one.view[:, block, :, :, slots].copy_(values)
 
-    def _runs(
+    def _iter_runs(
         self, table: Table, start: int, host: torch.Tensor
-    ) -> Iterator[tuple[_Part, int, slice, torch.Tensor]]:
+    ) -> Iterator[tuple[_StridedView, int, slice, torch.Tensor]]:
         """Yield (part, block, slots in the block, view of their tokens in `host`) for each part and each
         block that contains some of the tokens."""
-        places = TokenPlaces(table, start, start + host.shape[3], self._slots)
-        for one in self.parts:
-            assert isinstance(one, _Part)
+        places = TokenSlots(table, start, start + host.shape[3], self._slots)
+        for one in self.views:
+            assert isinstance(one, _StridedView)
             values = host[:, one.layers, one.planes].transpose(0, 1)
             for block, slots, tokens in places.runs:
                 yield one, block, slots, values[:, :, :, tokens]
 
-    def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
+    def locate_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
         """Return the block and slot numbers of all tokens of these pages, given as (block table, index of the
         page). Adjacent pages of a request are looked up at once."""
         size, found = self.shape[3], []
         for _, group in itertools.groupby(pages, lambda page: id(page[0])):
             of_request = list(group)
             starts = np.asarray([page for _, page in of_request], np.int64)[:, None] * size
-            found.append(self.where(of_request[0][0], (starts + np.arange(size)).ravel()))
+            found.append(self.locate_tokens(of_request[0][0], (starts + np.arange(size)).ravel()))
         blocks, slots = zip(*found, strict=True)
         return np.concatenate(blocks), np.concatenate(slots)
 
-    def where(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
+    def locate_tokens(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
         """Return the block and slot numbers of these tokens of a request, both of shape (n,). `table` is the
         request's block table."""
         return table[tokens // self._slots], tokens % self._slots
@@ -149,34 +149,36 @@ def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
     return ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).ravel()
 
 
-def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
+def _make_views(
+    caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]
+) -> list[_StridedView | _IndexedView]:
     """Return as few parts as possible that cover all caches, because each part needs its own gather. A part
     is a strided view, or a single plane that is addressed by an index.
 
     All planes are gathered together if they have the same layout, and all layers are gathered together if
     they are evenly spaced in one allocation, as in vLLM.
     """
-    found: list[_Part | _IndexedPart] = []
+    found: list[_StridedView | _IndexedView] = []
     every = slice(0, len(layouts[0].planes))
     for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
         layer, step = slice(i, i + 1), _plane_step(layout.planes)
         if step is not None:
-            view = _strided(cache, layout.planes[0], len(layout.planes), step)
-            found.append(_Part(view, layer, every))
+            view = _make_strided(cache, layout.planes[0], len(layout.planes), step)
+            found.append(_StridedView(view, layer, every))
             continue
         for j, plane in enumerate(layout.planes):
             places = slice(j, j + 1)
             if plane.strides is None:
-                found.append(_IndexedPart(plane, cache, layer, places))
+                found.append(_IndexedView(plane, cache, layer, places))
             else:
-                found.append(_Part(_strided(cache, plane, 1, 0), layer, places))
+                found.append(_StridedView(_make_strided(cache, plane, 1, 0), layer, places))
     # Planes with different layouts, as on a CPU, are merged separately over the layers.
-    kinds: dict[int, list[_Part | _IndexedPart]] = {}
+    kinds: dict[int, list[_StridedView | _IndexedView]] = {}
     for part in found:
         kinds.setdefault(part.planes.start, []).append(part)
-    merged: list[_Part | _IndexedPart] = []
+    merged: list[_StridedView | _IndexedView] = []
     for kind in kinds.values():
-        one = _merged(kind, len(caches))
+        one = _merge_views(kind, len(caches))
         merged += kind if one is None else [one]
     return merged
 
@@ -191,7 +193,7 @@ def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
     return step if step > 0 or len(planes) == 1 else None
 
 
-def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
+def _make_strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
     """Return a view of `planes` planes of one layer's cache, of shape (1, blocks, heads, planes, slots,
     dim)."""
     assert first.strides is not None
@@ -204,10 +206,14 @@ def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: in
     )
 
 
-def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
+def _merge_views(layer_views: Sequence[_StridedView | _IndexedView], layers: int) -> _StridedView | None:
     """Merge the layers' views of the same planes into one view. Returns None if the layers are not evenly
     spaced in one allocation."""
-    views = [part.view for part in parts if isinstance(part, _Part) and part.planes == parts[0].planes]
+    views = [
+        part.view
+        for part in layer_views
+        if isinstance(part, _StridedView) and part.planes == layer_views[0].planes
+    ]
     if len(views) < layers or len({(v.shape, v.stride()) for v in views}) > 1:
         return None
     # With fake tensors, `data_ptr` cannot tell one storage from another.
@@ -218,4 +224,4 @@ def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
     if step < 0 or any(v.storage_offset() != first + i * step for i, v in enumerate(views)):
         return None
     view = views[0].as_strided((len(views), *views[0].shape[1:]), (step, *views[0].stride()[1:]), first)
-    return _Part(view, slice(0, layers), parts[0].planes)
+    return _StridedView(view, slice(0, layers), layer_views[0].planes)

@@ -25,16 +25,16 @@ from cornplug.kv_page import PLANES, PageGeometry
 # and value, or a latent, each of shape (tokens, heads, dim).
 WriteOp = Callable[..., None]
 
-_DIGIT = 128
+_LABELS = 128
 """Number of different labels (test values) in one test. Labels stay below 2^8, because bfloat16 represents
 integers exactly up to this limit."""
-_FP8_DIGIT = 8
+_FP8_LABELS = 8
 """Number of different labels in one test of an fp8 cache. Both fp8 formats represent integers exactly up to
 this value."""
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-class TokenPlaces:
+class TokenSlots:
     """Positions of a request's tokens [start, end) in its blocks. `blocks` has all blocks of the request, in
     order, each with `block_size` slots."""
 
@@ -72,7 +72,7 @@ class BlockPlane:
         (n,)."""
         if self.strides is not None:
             return self._view(cache)[blocks, :, slots]
-        return _flat(cache)[self._index(cache, blocks, slots)]
+        return _flat_view(cache)[self._index(cache, blocks, slots)]
 
     def scatter(
         self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
@@ -81,7 +81,7 @@ class BlockPlane:
         if self.strides is not None:
             self._view(cache)[blocks, :, slots] = values
         else:
-            _flat(cache)[self._index(cache, blocks, slots)] = values
+            _flat_view(cache)[self._index(cache, blocks, slots)] = values
 
     def _view(self, cache: torch.Tensor) -> torch.Tensor:
         assert self.strides is not None
@@ -106,14 +106,14 @@ class BlockLayout:
     block_size: int
 
 
-def _flat(cache: torch.Tensor) -> torch.Tensor:
+def _flat_view(cache: torch.Tensor) -> torch.Tensor:
     """Return a one-dimensional view of a cache's storage, from the cache's first element to the end of the
     storage."""
     size = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
     return cache.as_strided((size,), (1,), cache.storage_offset())
 
 
-def verified_layouts(
+def derive_layouts(
     caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, Any],
     page: PageGeometry,
@@ -125,7 +125,7 @@ def verified_layouts(
     cannot be mapped.
 
     `heads` is the number of heads on this rank. `block_size` is the engine's block size. A block of the
-    caches may be a part of an engine's block. `scales` maps layer names to `CacheValues.scales`.
+    caches may be a part of an engine's block. `scales` maps layer names to `ValueFormat.scales`.
     """
     known: dict[tuple[Any, ...], BlockLayout] = {}
     found = []
@@ -142,8 +142,8 @@ def verified_layouts(
             write = (latent_write_op if page.planes == 1 else write_op)(layer)
             slots = cache.shape[2] if cache.ndim == 4 else 0
             size = slots if slots and block_size % slots == 0 else block_size
-            values = CacheValues(page.quantised, scaled)
-            known[kind] = derive(cache, heads, size, page.dim, write, page.planes, values)
+            values = ValueFormat(page.quantised, scaled)
+            known[kind] = derive_layout(cache, heads, size, page.dim, write, page.planes, values)
         found.append(known[kind])
     if len({layout.block_size for layout in found}) > 1:
         raise LayoutError("layers have different block sizes", reason="layout")
@@ -153,7 +153,7 @@ def verified_layouts(
 def write_op(layer: Any) -> WriteOp:
     """Return the cache-write operation of an attention layer. Raises LayoutError if its backend has no such
     operation."""
-    update = _update(layer)
+    update = _cache_update_op(layer)
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         update(layer, key, value, cache, slots)
@@ -173,7 +173,7 @@ def latent_write_op(layer: Any) -> WriteOp:
         raise LayoutError(
             f"cornplug does not support the KV layout of {type(layer).__name__}", reason="attention_kind"
         )
-    update = _update(layer)
+    update = _cache_update_op(layer)
 
     def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         compressed, rotary = latent.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
@@ -190,7 +190,7 @@ def latent_write_op(layer: Any) -> WriteOp:
     return write
 
 
-def _update(layer: Any) -> Callable[..., None]:
+def _cache_update_op(layer: Any) -> Callable[..., None]:
     update: Callable[..., None] | None = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         raise LayoutError(
@@ -212,7 +212,7 @@ def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class CacheValues:
+class ValueFormat:
     """Format of the values in a KV cache."""
 
     quantised: str = ""
@@ -222,17 +222,17 @@ class CacheValues:
     """Factors by which the cache-write operation divides K and V."""
 
 
-PLAIN: Final = CacheValues()
+PLAIN_VALUES: Final = ValueFormat()
 
 
-def derive(
+def derive_layout(
     cache: torch.Tensor,
     heads: int,
     block_size: int,
     dim: int,
     write: WriteOp,
     planes: int = PLANES,
-    values: CacheValues = PLAIN,
+    values: ValueFormat = PLAIN_VALUES,
 ) -> BlockLayout:
     """Determine the layout of `cache`, which has shape (blocks, heads, block_size, planes * dim) and any
     strides. `planes` is 1 or 2.
@@ -265,7 +265,7 @@ def derive(
     # plane.
     signs = (1, -1)[:planes]
     quantised = values.quantised
-    stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
+    stored, digit = (_FP8[quantised], _FP8_LABELS) if quantised else (cache.dtype, _LABELS)
     given = torch.bfloat16 if quantised else cache.dtype
     # For fp8, write slightly more than the label, because vLLM's CPU operation truncates digits that fp8
     # cannot represent.
@@ -308,17 +308,17 @@ def derive(
                 "packed, padded or quantised)",
                 reason="layout",
             )
-        mapped.append(_plane(offsets))
+        mapped.append(_make_plane(offsets))
     return BlockLayout(tuple(mapped), block_size)
 
 
-def whole_rows(dim: int) -> BlockLayout:
+def single_row_layout(dim: int) -> BlockLayout:
     """Return the layout for blocks that are a single row of `dim` values, as in a cache of shape (blocks, 1,
     1, dim)."""
-    return BlockLayout((_plane(torch.arange(dim)[None, None]),), 1)
+    return BlockLayout((_make_plane(torch.arange(dim)[None, None]),), 1)
 
 
-def _plane(offsets: torch.Tensor) -> BlockPlane:
+def _make_plane(offsets: torch.Tensor) -> BlockPlane:
     base = int(offsets[0, 0, 0])
     strides = tuple(
         int(offsets.select(axis, 1)[0, 0]) - base if offsets.shape[axis] > 1 else 1 for axis in range(3)

@@ -28,9 +28,9 @@ STEP_S: Final = 0.010
 STEP_SHARE: Final = 0.05
 """Fraction of the previous step's duration that non-urgent copies may use, if this is more than `STEP_S`.
 Saves thus keep up with long prefill steps."""
-_PAUSE_S: Final = 0.05
+_MIN_PAUSE_S: Final = 0.05
 """Minimum seconds between two steps after which the engine counts as newly busy."""
-_MOST_FAILURES: Final = 8
+_MAX_FAILURES: Final = 8
 """Number of consecutive failed jobs after which no more jobs are started."""
 
 
@@ -43,26 +43,26 @@ class StepBudget:
         self._left_s = math.inf
         self._busy_since: float | None = None
         """Time when the current series of steps with tokens began. None if the last step had no tokens."""
-        self._began = self._ended = 0.0
-        """`_began` and `_ended` are the times when the last step began and ended."""
+        self._began_s = self._ended_s = 0.0
+        """`_began_s` and `_ended_s` are the times when the last step began and ended."""
 
     def begin_step(self, *, computes: bool) -> None:
         """Set the time budget for the step that begins now. `computes` is whether the step computes
         tokens."""
         now = self._clock()
-        lasted_s, pause_s = self._ended - self._began, now - self._ended
-        self._began = self._ended = now
+        lasted_s, pause_s = self._ended_s - self._began_s, now - self._ended_s
+        self._began_s = self._ended_s = now
         if not computes:
             self._left_s, self._busy_since = math.inf, None
             return
-        if self._busy_since is None or pause_s > _PAUSE_S:
+        if self._busy_since is None or pause_s > _MIN_PAUSE_S:
             self._busy_since = now
         busy = now - self._busy_since >= BURST_S
         self._left_s = max(STEP_S, STEP_SHARE * lasted_s) if busy else 0.0
 
     def end_step(self) -> None:
         """Record the end of a step's forward pass."""
-        self._ended = self._clock()
+        self._ended_s = self._clock()
 
     def spend(self, seconds: float) -> None:
         """Subtract the time of a copy from the budget."""
@@ -87,7 +87,7 @@ class KVMover:
         self._thread: threading.Thread | None = None
         self._clock = clock
         self._urgent: deque[Job] = deque()
-        self._others: deque[Job] = deque()
+        self._background: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._budget = StepBudget(clock)
@@ -100,7 +100,7 @@ class KVMover:
         with self._changed:
             if self._closed:
                 return
-            (self._urgent if urgent else self._others).append(job)
+            (self._urgent if urgent else self._background).append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cornplug-kv", daemon=True)
                 self._thread.start()
@@ -114,7 +114,7 @@ class KVMover:
         """
         with self._changed:
             self._budget.begin_step(computes=computes)
-            if self._budget and self._others:
+            if self._budget and self._background:
                 self._changed.notify_all()
 
     def end_step(self) -> None:
@@ -127,7 +127,7 @@ class KVMover:
             self._waiting += 1
             self._changed.notify_all()
             try:
-                return self._changed.wait_for(lambda: not (self._urgent or self._others), timeout_s)
+                return self._changed.wait_for(lambda: not (self._urgent or self._background), timeout_s)
             finally:
                 self._waiting -= 1
 
@@ -145,7 +145,7 @@ class KVMover:
         except Exception:  # noqa: BLE001 - torch and CUDA errors; the jobs then fail and report them
             compat.logger.exception("cornplug: the thread that copies KV cannot use its device")
         while (queue := self._next_queue()) is not None:
-            self._slab(queue)
+            self._copy_slab(queue)
 
     def _next_queue(self) -> deque[Job] | None:
         """Wait until a job may run. Return the queue whose first job should copy its next slab, or None after
@@ -153,12 +153,12 @@ class KVMover:
         with self._changed:
             while not self._closed:
                 may_run_others = bool(self._budget) or self._waiting > 0
-                if queue := self._urgent or (self._others if may_run_others else None):
+                if queue := self._urgent or (self._background if may_run_others else None):
                     return queue
                 self._changed.wait()
             return None
 
-    def _slab(self, queue: deque[Job]) -> None:
+    def _copy_slab(self, queue: deque[Job]) -> None:
         """Let the first job in `queue` copy one slab. Remove the job if it has ended."""
         job, over, began = queue[0], True, self._clock()
         try:
@@ -166,24 +166,24 @@ class KVMover:
         except Exception:  # noqa: BLE001 - any error; the other jobs continue
             compat.logger.exception("cornplug: copying KV failed, so some pages were not loaded or saved")
         with self._changed:
-            if queue is self._others:
+            if queue is self._background:
                 self._budget.spend(self._clock() - began)
             if over:
                 queue.popleft()
                 self._changed.notify_all()
 
 
-class Crossing(Protocol):
+class Transfer(Protocol):
     """Asynchronous copies for whose completion a `PolledJob` waits."""
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the copies have completed."""
 
     def wait(self) -> None:
         """Wait until the copies have completed."""
 
 
-PolledJob = Generator[Crossing, None, None]
+PolledJob = Generator[Transfer, None, None]
 """Copy job: a generator that starts copies, and yields the copies that must complete before it continues.
 Its `finally` block always reports the end of the job."""
 
@@ -193,14 +193,14 @@ class PolledMover:
     wait for copies."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[PolledJob, Crossing]] = []
+        self._jobs: list[tuple[PolledJob, Transfer]] = []
         self._failures = 0
         """Number of consecutive failed jobs."""
 
     @property
-    def works(self) -> bool:
-        """Whether new jobs are likely to succeed. False after `_MOST_FAILURES` consecutive failures."""
-        return self._failures < _MOST_FAILURES
+    def is_healthy(self) -> bool:
+        """Whether new jobs are likely to succeed. False after `_MAX_FAILURES` consecutive failures."""
+        return self._failures < _MAX_FAILURES
 
     def submit(self, job: PolledJob) -> None:
         """Start a job, and run it until it yields its first copies."""
@@ -211,9 +211,9 @@ class PolledMover:
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
             try:
-                done = crossing.done()
+                done = crossing.is_done()
             except Exception as e:  # noqa: BLE001 - any error
-                self._end(job, e)
+                self._end_failed_job(job, e)
                 continue
             if done:
                 self._resume(job)
@@ -231,7 +231,7 @@ class PolledMover:
             try:
                 crossing.wait()
             except Exception as e:  # noqa: BLE001 - any error
-                self._end(job, e)
+                self._end_failed_job(job, e)
                 continue
             self._resume(job)
 
@@ -243,35 +243,35 @@ class PolledMover:
                 crossing.wait()
                 job.close()
             except Exception as e:  # noqa: BLE001 - any error
-                self._failed(e)
+                self._record_failure(e)
 
     def _resume(self, job: PolledJob) -> None:
         try:
             crossing = next(job, None)
         except Exception as e:  # noqa: BLE001 - any error; the job has already reported its end
-            self._failed(e)
+            self._record_failure(e)
             return
         if crossing is not None:
             self._jobs.append((job, crossing))
         else:
             self._failures = 0
 
-    def _end(self, job: PolledJob, error: Exception) -> None:
+    def _end_failed_job(self, job: PolledJob, error: Exception) -> None:
         """End a job whose copies failed, and let it report the failure."""
-        self._failed(error)
+        self._record_failure(error)
         try:
             job.close()
         except Exception as e:  # noqa: BLE001 - any error
-            self._failed(e)
+            self._record_failure(e)
 
-    def _failed(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         """Handle a failed job. The engine and other jobs continue, and repeated failures are logged once."""
         self._failures += 1
         if self._failures == 1:
             compat.logger.error(
                 "cornplug: copying KV failed, so some pages were not loaded or saved", exc_info=error
             )
-        elif self._failures == _MOST_FAILURES:
+        elif self._failures == _MAX_FAILURES:
             compat.logger.warning(
                 "cornplug: KV pages are copied through staging memory from now on: %s", error
             )

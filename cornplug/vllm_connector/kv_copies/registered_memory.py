@@ -21,9 +21,9 @@ import numpy as np
 from cornplug.errors import StoreUnavailable
 from cornplug.vllm_connector import compat
 
-LEAST_BYTES: Final = 64 << 20
+MIN_BYTES: Final = 64 << 20
 """Minimum number of bytes to register at a time. A new store grows by only one KV page at a time."""
-MOST_BYTES: Final = 1 << 30
+MAX_BYTES: Final = 1 << 30
 """Maximum number of bytes to register at a time, so that the first pages can be used before the entire memory
 is registered."""
 
@@ -36,20 +36,20 @@ class _Region:
         self.memory = memory
         """Mapping of the arena. This reference keeps the mapping alive."""
         self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
-        self.wanted = 0
+        self.requested_end = 0
         """Offset up to which registration was requested: the highest end offset of all queried locations."""
         self.ends = [0]
         """End offsets of the registered ranges, after an initial 0. Each range begins at the end of the
         previous range."""
-        self.failed = False
-        self.busy = False
+        self.has_failed = False
+        self.is_registering = False
 
 
-class MapsArenas(Protocol):
+class ArenaMapper(Protocol):
     """Object that maps arenas, such as a `Store`."""
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
-        """See `Store.mapped`."""
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
+        """See `Store.arena_memory`."""
 
 
 class RegisteredMemory:
@@ -65,44 +65,44 @@ class RegisteredMemory:
 
     def __init__(
         self,
-        store: MapsArenas,
+        store: ArenaMapper,
         register: Callable[[int, int], bool],
         unregister: Callable[[int], None],
         enter_thread: Callable[[], None],
         *,
-        least_bytes: int = LEAST_BYTES,
-        most_bytes: int = MOST_BYTES,
+        min_bytes: int = MIN_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._store = store
-        self._least_bytes, self._most_bytes = least_bytes, most_bytes
+        self._min_bytes, self._max_bytes = min_bytes, max_bytes
         self._register, self._unregister = register, unregister
         self._thread = ThreadPoolExecutor(1, "cornplug-register", initializer=enter_thread)
         self._region: _Region | None = None
-        self._left: list[_Region] = []
+        self._previous_regions: list[_Region] = []
         """Regions of previous stores that are still to be unregistered."""
-        self._users: list[Callable[[], bool]] = []
+        self._idle_checks: list[Callable[[], bool]] = []
         self._closed = False
 
-    def reaches(self, arena_id: bytes, end: int) -> bool:
+    def can_access(self, arena_id: bytes, end: int) -> bool:
         """Return whether the device can directly access the bytes of this arena up to offset `end`. If not,
         request the registration of these bytes."""
         region = self._region
         if region is None or region.arena_id != arena_id:
-            memory = self._store.mapped(arena_id)
+            memory = self._store.arena_memory(arena_id)
             if memory is None:
                 return False
             if region is not None:
-                self._left.append(region)
+                self._previous_regions.append(region)
             region = self._region = _Region(arena_id, memory)
         if end <= region.ends[-1]:
             return True
-        region.wanted = max(region.wanted, end)
-        if not (region.busy or region.failed or self._closed) and self._next_end(region):
-            region.busy = True
+        region.requested_end = max(region.requested_end, end)
+        if not (region.is_registering or region.has_failed or self._closed) and self._next_end(region):
+            region.is_registering = True
             self._thread.submit(self._extend, region).add_done_callback(_log_failure)
         return False
 
-    def runs(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
+    def byte_ranges(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
         """Split the `size` bytes at `offset` into (address, number of bytes) at the boundaries of registered
         ranges, which a single copy must not cross.
 
@@ -118,27 +118,29 @@ class RegisteredMemory:
             at = stop
         return found
 
-    def join(self, is_idle: Callable[[], bool]) -> None:
+    def add_user(self, is_idle: Callable[[], bool]) -> None:
         """Add a user of the registered memory. `is_idle` returns whether the user has no copy in flight."""
-        self._users.append(is_idle)
+        self._idle_checks.append(is_idle)
 
-    def forget_ended(self) -> None:
+    def unregister_previous(self) -> None:
         """Unregister the memory of previous stores, unless a user has a copy in flight."""
-        if self._left and all(is_idle() for is_idle in self._users):
-            while self._left:
-                self._thread.submit(self._undo, self._left.pop()).add_done_callback(_log_failure)
+        if self._previous_regions and all(is_idle() for is_idle in self._idle_checks):
+            while self._previous_regions:
+                self._thread.submit(self._unregister_region, self._previous_regions.pop()).add_done_callback(
+                    _log_failure
+                )
 
-    def leave(self, is_idle: Callable[[], bool]) -> None:
+    def remove_user(self, is_idle: Callable[[], bool]) -> None:
         """Remove a user of the registered memory, after the user's copies have ended. After the last user has
         left, all memory is unregistered."""
-        self._users = [one for one in self._users if one != is_idle]
-        if self._users or self._closed:
+        self._idle_checks = [one for one in self._idle_checks if one != is_idle]
+        if self._idle_checks or self._closed:
             return
         self._closed = True
         if self._region is not None:
-            self._left.append(self._region)
+            self._previous_regions.append(self._region)
             self._region = None
-        self.forget_ended()
+        self.unregister_previous()
         self._thread.shutdown(wait=True)
 
     # -- the registering thread -------------------------------------------------------------------
@@ -148,7 +150,7 @@ class RegisteredMemory:
             while not self._closed and (end := self._next_end(region)):
                 start = region.ends[-1]
                 if not self._register(region.address + start, end - start):
-                    region.failed = True
+                    region.has_failed = True
                     compat.logger.warning(
                         "cornplug: the device can access only the first %d MiB of shared memory directly; "
                         "copies beyond that use other host memory, which is slower",
@@ -157,15 +159,15 @@ class RegisteredMemory:
                     return
                 region.ends.append(end)
         finally:
-            region.busy = False
+            region.is_registering = False
 
     def _next_end(self, region: _Region) -> int:
         """Return the end offset of the next range to register, or 0 if the range is smaller than the
         minimum."""
-        start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
-        return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0
+        start, wanted = region.ends[-1], region.requested_end // mmap.PAGESIZE * mmap.PAGESIZE
+        return min(wanted, start + self._max_bytes) if wanted - start >= self._min_bytes else 0
 
-    def _undo(self, region: _Region) -> None:
+    def _unregister_region(self, region: _Region) -> None:
         for start in reversed(region.ends[:-1]):
             self._unregister(region.address + start)
 

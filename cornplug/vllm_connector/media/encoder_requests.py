@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-IN_WORKERS_ONLY: Final = (
+MEDIA_IN_WORKERS_ONLY: Final = (
     "with --mm-processor-cache-type shm, only vLLM's workers can read processed media. Remove the flag, or "
     "set it to lru"
 )
 
 
-def in_workers_only(config: VllmConfig) -> bool:
+def is_media_in_workers_only(config: VllmConfig) -> bool:
     """Return whether vLLM passes processed media only to its workers, and not to its engine core."""
     from vllm.multimodal.cache.factories import _get_cache_type
 
@@ -61,32 +61,32 @@ class MediaInputs:
 
         with set_current_vllm_config(config):
             self._norm: Any = build_mm_input_norm(config.model_config)
-        self._in_workers_only = in_workers_only(config)
-        if self._in_workers_only:
+        self._is_in_workers_only = is_media_in_workers_only(config)
+        if self._is_in_workers_only:
             compat.logger.warning(
-                "cornplug: this engine does not use the encoder service: %s", IN_WORKERS_ONLY
+                "cornplug: this engine does not use the encoder service: %s", MEDIA_IN_WORKERS_ONLY
             )
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
-        self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
+        self._input_names: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
-    def of(self, feature: Any) -> dict[str, WireTensor]:
+    def tower_inputs(self, feature: Any) -> dict[str, WireTensor]:
         """Return the tensors that the tower needs for one multimodal item, by name.
 
         Raises EncoderRefused: "no_inputs" if vLLM no longer has the processed inputs, "shm_cache" if only
         vLLM's workers have them.
         """
-        if self._in_workers_only:
-            raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
+        if self._is_in_workers_only:
+            raise EncoderRefused(MEDIA_IN_WORKERS_ONLY, reason="shm_cache")
         if feature.data is None:
             raise EncoderRefused(
                 "the engine no longer holds the processed inputs of this media item", reason="no_inputs"
             )
-        wanted = self._wanted.get(feature.modality, ())
+        wanted = self._input_names.get(feature.modality, ())
         found = {}
         for name in wanted:
             element = feature.data.get(name)
             if element is not None and isinstance(element.data, torch.Tensor):
-                found[name] = self._tensor(element.data)
+                found[name] = self._to_wire_tensor(element.data)
         if not wanted or wanted[0] not in found:
             raise EncoderRefused(
                 f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
@@ -94,7 +94,7 @@ class MediaInputs:
             )
         return found
 
-    def _tensor(self, value: torch.Tensor) -> WireTensor:
+    def _to_wire_tensor(self, value: torch.Tensor) -> WireTensor:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)
@@ -104,35 +104,36 @@ class MediaInputs:
 @dataclass(slots=True)
 class PendingEmbedding:
     """Embedding of a media item that the engine waits for, and the state of the request to the encoder
-    service. Threads other than the engine's access only `answer`."""
+    service. Threads other than the engine's access only `reply`."""
 
     identifier: str
     expected: ExpectedEmbedding
-    size: int
+    size_bytes: int
     """Size of the payload in bytes."""
-    deadline: float
-    began: float
-    waiting: set[str] = field(default_factory=set)
-    answer: Future[EncodeReply] | None = None
+    deadline_s: float
+    began_s: float
+    waiting_requests: set[str] = field(default_factory=set)
+    reply: Future[EncodeReply] | None = None
     """The encoder service's pending or received reply. None until the request has been sent."""
     arrived: ArrivedEmbedding | None = None
     source: str = ""
-    failed: str = ""
+    failure: str = ""
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the embedding has arrived and was computed with the engine's current weights."""
         stale = is_stale(self.identifier, weights_guard.epoch())
-        return self.arrived is not None and not stale and not weights_guard.replaced()
+        return self.arrived is not None and not stale and not weights_guard.has_replaced_weights()
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the embedding has arrived, or will not arrive."""
-        return self.arrived is not None or bool(self.failed)
+        return self.arrived is not None or bool(self.failure)
 
 
 class EncoderRequests:
-    """Sends one engine core's requests to the encoder service. The engine's thread calls `ask` and `wait`."""
+    """Sends one engine core's requests to the encoder service. The engine's thread calls `submit` and
+    `wait_for_reply`."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime) -> None:
         self.policy = EncoderRequestPolicy()
@@ -143,28 +144,28 @@ class EncoderRequests:
         # If the tower cannot be identified, the API process logs a warning, and identifiers contain no key.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
-        self._news = threading.Event()
+        self._reply_event = threading.Event()
         """Event that every reply from the service sets."""
 
-    def ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
+    def submit(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
         """Send a request to encode the media item `item`. Another thread sets `item.answer`. Raises
         EncoderError if no request can be sent now."""
-        _, identified = self._tower.now()
-        tower = identified.found
-        identity = self.policy.identity_to_ask(
-            None if tower is None else tower.of(feature.modality),
+        _, identified = self._tower.current()
+        tower = identified.value
+        identity = self.policy.identity_for_request(
+            None if tower is None else tower.for_modality(feature.modality),
             identified=identified.wait(0),
             refusal=self._encoder.refusal,
             now=time.monotonic(),
         )
         self._preparer.submit(self._send, item, feature, identity, request)
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait_for_reply(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived since the
         last call."""
-        if not self._news.wait(timeout_s):
+        if not self._reply_event.wait(timeout_s):
             return False
-        self._news.clear()
+        self._reply_event.clear()
         return True
 
     def close(self) -> None:
@@ -172,7 +173,7 @@ class EncoderRequests:
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
+    def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, engine_request: Request) -> None:
         """Prepare and send a request. Runs on a separate thread, because packing large images takes
         milliseconds."""
         answer: Future[EncodeReply] = Future()
@@ -181,11 +182,11 @@ class EncoderRequests:
                 id=0,
                 identity=identity,
                 key=item.expected.key,
-                cache_salt=asking.cache_salt,
-                inputs=self._inputs.of(feature),
+                cache_salt=engine_request.cache_salt,
+                inputs=self._inputs.tower_inputs(feature),
                 app=self._app,
-                deadline_s=max(0.0, item.deadline - time.monotonic()),
-                trace=trace_of(asking.trace_headers),
+                deadline_s=max(0.0, item.deadline_s - time.monotonic()),
+                trace=trace_of(engine_request.trace_headers),
             )
             answer = self._encoder.submit(request)
         except EncoderError as e:
@@ -193,5 +194,5 @@ class EncoderRequests:
         except (AssertionError, RuntimeError, TypeError, ValueError) as e:
             # torch and vLLM raise these exceptions for inputs of an unexpected form.
             answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
-        item.answer = answer
-        answer.add_done_callback(lambda _: self._news.set())
+        item.reply = answer
+        answer.add_done_callback(lambda _: self._reply_event.set())

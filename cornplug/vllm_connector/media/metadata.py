@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
-from cornplug.store.arena import sealed_memory
-from cornplug.store.daemon.allocator import ArenaAllocator, align_up
+from cornplug.store.arena import ArenaAllocator, align_up, create_sealed_memory
 from cornplug.vllm_connector import compat
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ CAPACITY_BYTES: Final = 1 << 30
 _GROWTH_BYTES: Final = 64 << 20
 
 
-class RowPlace(NamedTuple):
+class RowLocation(NamedTuple):
     """Range of bytes in the row memory for one embedding."""
 
     offset: int
@@ -42,7 +41,7 @@ class RowMemory:
     """Scheduler's interface to the row memory, in which the scheduler passes embedding rows to the workers.
     Used by the engine's thread.
 
-    `room` allocates space only after each of the `ranks` workers has mapped the memory. Workers on other
+    `allocate` allocates space only after each of the `ranks` workers has mapped the memory. Workers on other
     hosts cannot map it.
     """
 
@@ -50,53 +49,53 @@ class RowMemory:
         self._ranks: Final = frozenset(range(ranks))
         self._unmapped = set(self._ranks)
         self._capacity_bytes = capacity_bytes
-        self._extents = ArenaAllocator()
-        self._sent: dict[int, tuple[RowPlace, set[int]]] = {}
+        self._allocator = ArenaAllocator()
+        self._sent: dict[int, tuple[RowLocation, set[int]]] = {}
         """(place, ranks that have not copied the place yet) for each place that was sent to the workers, by
         offset."""
-        self._fd, memory = sealed_memory("cornplug-rows", capacity_bytes, others_write=True)
+        self._fd, memory = create_sealed_memory("cornplug-rows", capacity_bytes, others_write=True)
         self._bytes = memoryview(memory)
         self._address = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
 
     @property
     def address(self) -> str:
-        """Address of the row memory, which workers pass to `mapped`. "" if all ranks have already mapped the
-        memory."""
+        """Address of the row memory, which workers pass to `map_row_memory`. "" if all ranks have already
+        mapped the memory."""
         return self._address if self._unmapped else ""
 
-    def note_mapped(self, rank: int) -> None:
+    def record_mapped(self, rank: int) -> None:
         """Record that a rank has mapped the row memory."""
         self._unmapped.discard(rank)
 
-    def room(self, size_bytes: int) -> RowPlace | None:
+    def allocate(self, size_bytes: int) -> RowLocation | None:
         """Allocate `size_bytes` bytes in the row memory. Returns None if the memory is full or a rank has not
         mapped it yet."""
         if self._unmapped or not size_bytes:
             return None
         room_bytes = align_up(size_bytes)
-        offset = self._extents.allocate(room_bytes)
+        offset = self._allocator.allocate(room_bytes)
         if offset is None:
-            left = self._capacity_bytes - self._extents.end_bytes
+            left = self._capacity_bytes - self._allocator.end_bytes
             if left < room_bytes:
                 return None
-            self._extents.extend(min(left, max(_GROWTH_BYTES, room_bytes)))
-            offset = self._extents.allocate(room_bytes)
-        return None if offset is None else RowPlace(offset, size_bytes)
+            self._allocator.extend(min(left, max(_GROWTH_BYTES, room_bytes)))
+            offset = self._allocator.allocate(room_bytes)
+        return None if offset is None else RowLocation(offset, size_bytes)
 
-    def view(self, place: RowPlace) -> memoryview:
+    def view(self, location: RowLocation) -> memoryview:
         """Return a writable view of a place's bytes."""
-        return self._bytes[place.offset : place.offset + place.size_bytes]
+        return self._bytes[location.offset : location.offset + location.size_bytes]
 
-    def free(self, place: RowPlace) -> None:
+    def free(self, location: RowLocation) -> None:
         """Free a place that was not sent to the workers."""
-        self._extents.free(place.offset, align_up(place.size_bytes))
+        self._allocator.free(location.offset, align_up(location.size_bytes))
 
-    def send(self, place: RowPlace) -> None:
+    def mark_sent(self, location: RowLocation) -> None:
         """Record that a place is sent to every rank in this step. The place becomes free when all ranks have
         copied it."""
-        self._sent[place.offset] = place, set(self._ranks)
+        self._sent[location.offset] = location, set(self._ranks)
 
-    def note_copied(self, rank: int, offset: int) -> None:
+    def record_copied(self, rank: int, offset: int) -> None:
         """Record that a rank has copied the place at `offset`."""
         place, ranks = self._sent.get(offset, (None, set()))
         ranks.discard(rank)
@@ -109,7 +108,7 @@ class RowMemory:
         os.close(self._fd)
 
 
-def row_memory(config: VllmConfig) -> RowMemory | None:
+def create_row_memory(config: VllmConfig) -> RowMemory | None:
     """Create the row memory for this engine core's embeddings. Return None if the metadata of a step can
     carry the rows without a copy, or if the memory cannot be created."""
     parallel = config.parallel_config
@@ -126,7 +125,7 @@ def row_memory(config: VllmConfig) -> RowMemory | None:
         return None
 
 
-def mapped(address: str) -> mmap.mmap | None:
+def map_row_memory(address: str) -> mmap.mmap | None:
     """Map the row memory at this `RowMemory.address`, or return None if this process cannot access it."""
     pid, fd, inode = map(int, address.split(":"))
     try:
@@ -146,7 +145,7 @@ class ArrivedEmbedding:
     identifier: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytearray | RowPlace
+    data: bytearray | RowLocation
     """Bytes of the rows, or their place in the row memory that scheduler and workers map."""
 
 
@@ -157,12 +156,12 @@ class CornplugECMetadata(ECConnectorMetadata):
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
     """Whether embeddings computed in this step may be saved."""
-    again: list[str] = field(default_factory=list)
+    save_again: list[str] = field(default_factory=list)
     """Identifiers of embeddings that are in the engine's own cache but not in the store. They are saved
     again."""
     epoch: int = 0
     """Epoch of the weights in this step, a counter of weight updates (`engine_common.weights_guard`)."""
-    row_memory: str = ""
+    row_memory_address: str = ""
     """Address of the row memory, or "" if every rank has already mapped it."""
 
 
@@ -172,11 +171,11 @@ class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
 
     saves: list[tuple[str, int]] = field(default_factory=list)
     """(outcome, number of payload bytes) for each finished save of an embedding."""
-    encoded: list[tuple[int, float]] = field(default_factory=list)
+    encode_times: list[tuple[int, float]] = field(default_factory=list)
     """(number of rows, seconds) for each step in which the tower ran."""
-    copied: list[tuple[int, float]] = field(default_factory=list)
+    copy_times: list[tuple[int, float]] = field(default_factory=list)
     """(number of bytes, seconds) for each time that embeddings were copied into the engine's cache."""
-    mapped: list[int] = field(default_factory=list)
+    mapped_ranks: list[int] = field(default_factory=list)
     """Ranks that have mapped the row memory since the last message."""
     copied_rows: list[tuple[int, int]] = field(default_factory=list)
     """(rank, offset) for each place in the row memory that the rank has copied."""
@@ -184,8 +183,8 @@ class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         assert isinstance(other, CornplugECWorkerMetadata)
         self.saves += other.saves
-        self.encoded += other.encoded
-        self.copied += other.copied
-        self.mapped += other.mapped
+        self.encode_times += other.encode_times
+        self.copy_times += other.copy_times
+        self.mapped_ranks += other.mapped_ranks
         self.copied_rows += other.copied_rows
         return self

@@ -24,10 +24,10 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError, StoreError
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import all_our_settings, config_from_settings
 from cornplug.vllm_connector.media.mm_identifiers import key_of
-from cornplug.vllm_connector.several_connectors import config_of, settings_in
 
-TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
+ACCEPTS_EMBEDDINGS: Final[Mapping[str, bool]] = {
     "internvl": False,
     "llava": False,
     "llava_next": False,
@@ -41,26 +41,26 @@ TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
 contain the image's grid size."""
 
 _FLAG: Final = "--cornplug-tower service"
-_NONE: Final = {"image": 0, "video": 0, "audio": 0}
+_NO_MEDIA: Final = {"image": 0, "video": 0, "audio": 0}
 
 
 def runs_without_tower(config: Any) -> bool:
     """Return whether this VllmConfig configures an engine whose tower runs in the encoder service."""
-    said = settings_in(config)
-    return bool(said) and config_of(said).engine.tower == "service"
+    said = all_our_settings(config)
+    return bool(said) and config_from_settings(said).engine.tower == "service"
 
 
-def leave_out_tower(args: Any) -> bool:
+def exclude_tower(args: Any) -> bool:
     """If the encoder service runs the tower, set vLLM's flags so that the engine does not load a tower.
     Return whether the service runs the tower.
 
     Raises ConfigError if no service is configured, or if another flag needs something that the service does
     not support.
     """
-    said = settings_in(args)
+    said = all_our_settings(args)
     if not said:
         return False
-    config = config_of(said)
+    config = config_from_settings(said)
     if config.engine.tower != "service":
         return False
     if not config.encoder.engine_urls:
@@ -78,12 +78,12 @@ def leave_out_tower(args: Any) -> bool:
             "the encoder service decodes the images of an engine without a tower, with vLLM's defaults",
             f"Remove its part 'image', or {_FLAG}.",
         )
-    limit = _count((args.limit_mm_per_prompt or {}).get("image"))
+    limit = _max_items((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
         # On a second call, `args` has the limits that the first call set.
-        if limit is not None and IMAGES_PER_PROMPT not in one and args.limit_mm_per_prompt != _NONE:
+        if limit is not None and IMAGES_PER_PROMPT not in one and args.limit_mm_per_prompt != _NO_MEDIA:
             one[IMAGES_PER_PROMPT] = limit
-    args.limit_mm_per_prompt = dict(_NONE)
+    args.limit_mm_per_prompt = dict(_NO_MEDIA)
     args.enable_mm_embeds = True
     return True
 
@@ -91,14 +91,14 @@ def leave_out_tower(args: Any) -> bool:
 def check_model(config: Any) -> None:
     """Raise ConfigError if the engine with this VllmConfig cannot run without its tower."""
     family = str(getattr(config.model_config.hf_config, "model_type", None))
-    if family not in TAKES_EMBEDDINGS:
+    if family not in ACCEPTS_EMBEDDINGS:
         raise ConfigError(
             _FLAG,
             f"vLLM does not accept image embeddings for models of family {family!r}, only for "
-            f"{', '.join(sorted(TAKES_EMBEDDINGS))}",
+            f"{', '.join(sorted(ACCEPTS_EMBEDDINGS))}",
             f"Remove {_FLAG}. The engine then has its own tower, and tries the encoder service first.",
         )
-    if not settings_in(config):
+    if not all_our_settings(config):
         raise ConfigError(
             _FLAG,
             "vLLM rejects cornplug's connector with these flags, and the engine has no tower",
@@ -106,7 +106,7 @@ def check_model(config: Any) -> None:
         )
 
 
-def _count(limit: Any) -> int | None:
+def _max_items(limit: Any) -> int | None:
     """Return the maximum number of items from a modality's limit, which may have any of vLLM's forms. Return
     None if there is no limit."""
     if isinstance(limit, Mapping):
@@ -115,7 +115,7 @@ def _count(limit: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def report_left_out(worker: Any, specs: Mapping[str, Any]) -> None:
+def report_excluded_weights(worker: Any, specs: Mapping[str, Any]) -> None:
     """Log how many bytes of tower weights this rank did not load, and how many tokens of KV fit into that
     memory.
 
@@ -125,7 +125,7 @@ def report_left_out(worker: Any, specs: Mapping[str, Any]) -> None:
     """
     if not runs_without_tower(worker.vllm_config):
         return
-    parts = left_out(worker.model_runner.get_model())
+    parts = excluded_weight_bytes(worker.model_runner.get_model())
     size = sum(parts.values())
     if not size:
         raise ConfigError(
@@ -146,7 +146,7 @@ def report_left_out(worker: Any, specs: Mapping[str, Any]) -> None:
     )
 
 
-def left_out(model: Any) -> dict[str, int]:
+def excluded_weight_bytes(model: Any) -> dict[str, int]:
     """Return the number of bytes of weights that this rank did not load, by module name."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
@@ -171,7 +171,7 @@ def kv_token_bytes(specs: Mapping[str, Any]) -> int:
 
 def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
     specs = original(worker)
-    report_left_out(worker, specs)
+    report_excluded_weights(worker, specs)
     return specs
 
 
@@ -180,28 +180,28 @@ class LostEmbeddings:
     the engine's thread."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
-        self._run = runtime
-        self._looked: dict[str, set[str]] = {}
+        self._runtime = runtime
+        self._checked: dict[str, set[str]] = {}
         """Identifiers that were looked up for a request, by request id."""
         self._lost: dict[str, None] = {}
 
-    def look(self, identifier: str, request_id: str) -> None:
+    def check(self, identifier: str, request_id: str) -> None:
         """Check whether the store has an embedding that is in the engine's own cache, once per request."""
-        looked = self._looked.setdefault(request_id, set())
+        looked = self._checked.setdefault(request_id, set())
         key = key_of(identifier, weights_guard.epoch())
         if key is None or identifier in looked:
             return
         looked.add(identifier)
         try:
-            [present] = self._run.store.contains([key], deadline_s=self._run.deadline_s)
+            [present] = self._runtime.store.contains([key], deadline_s=self._runtime.deadline_s)
         except StoreError:
             return  # The store would not accept the embedding now either.
         if not present:
             self._lost[identifier] = None
 
-    def finished(self, request_id: str) -> None:
+    def finish_request(self, request_id: str) -> None:
         """Remove the record of a finished request's lookups."""
-        self._looked.pop(request_id, None)
+        self._checked.pop(request_id, None)
 
     def drain(self) -> list[str]:
         """Return the identifiers of embeddings that checks since the last call did not find in the store."""

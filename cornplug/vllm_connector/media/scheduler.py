@@ -7,8 +7,8 @@
 An item (the embedding of one image, video or audio) counts as available only when its verified bytes are in
 this process. A later failure of the store or the service then has no effect. While the service computes the
 embedding, only requests that contain the item wait, or have the tokens before the item prefilled
-(`early_prefill`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to another
-thread and back would take longer, because vLLM's busy loop holds Python's interpreter lock.
+(`create_early_prefill`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to
+another thread and back would take longer, because vLLM's busy loop holds Python's interpreter lock.
 
 `Arrivals` keeps received embeddings until they are sent to the workers.
 """
@@ -30,16 +30,16 @@ from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload, get_payload_into
-from cornplug.vllm_connector.cpu_use import ALARM
+from cornplug.vllm_connector.cpu_use import WAKE_TIMER
 from cornplug.vllm_connector.media.early_prefill import EarlyPrefill
 from cornplug.vllm_connector.media.encoder_requests import EncoderRequests, PendingEmbedding
 from cornplug.vllm_connector.media.metadata import (
     ArrivedEmbedding,
     CornplugECMetadata,
     CornplugECWorkerMetadata,
+    RowLocation,
     RowMemory,
-    RowPlace,
-    row_memory,
+    create_row_memory,
 )
 from cornplug.vllm_connector.media.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.media.partial_models import LostEmbeddings
@@ -86,7 +86,7 @@ class Arrivals:
         # Do not wait for a read from disk. A request is sent to the encoder service in the meantime, and the
         # service waits for this read.
         how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
-        room = None if self._memory is None else self._memory.room(size_bytes)
+        room = None if self._memory is None else self._memory.allocate(size_bytes)
         if self._memory is None or room is None:
             found = get_payload(self._store, expected.key, **how)
             if found is None:
@@ -107,31 +107,31 @@ class Arrivals:
                 self._memory.free(room)
         return arrived
 
-    def hold(self, data: bytes) -> bytearray | RowPlace:
+    def keep_rows(self, data: bytes) -> bytearray | RowLocation:
         """Copy rows from a service's reply to the row memory, and return their place. If the row memory is
         full or not available, return a copy of the rows."""
-        if self._memory is None or (room := self._memory.room(len(data))) is None:
+        if self._memory is None or (room := self._memory.allocate(len(data))) is None:
             return bytearray(data)
         self._memory.view(room)[:] = data
         return room
 
-    def send(self, arrived: ArrivedEmbedding) -> None:
+    def mark_sent(self, arrived: ArrivedEmbedding) -> None:
         """Record that this embedding is sent to the workers in this step."""
-        if self._memory is not None and isinstance(arrived.data, RowPlace):
-            self._memory.send(arrived.data)
+        if self._memory is not None and isinstance(arrived.data, RowLocation):
+            self._memory.mark_sent(arrived.data)
 
-    def drop(self, arrived: ArrivedEmbedding | None) -> None:
+    def free(self, arrived: ArrivedEmbedding | None) -> None:
         """Free the row memory of an embedding that is not sent to the workers."""
-        if self._memory is not None and arrived is not None and isinstance(arrived.data, RowPlace):
+        if self._memory is not None and arrived is not None and isinstance(arrived.data, RowLocation):
             self._memory.free(arrived.data)
 
-    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
+    def handle_acks(self, acks: CornplugECWorkerMetadata) -> None:
         """Record which workers have mapped the row memory, and which rows they have copied."""
         if self._memory is not None:
-            for rank in acks.mapped:
-                self._memory.note_mapped(rank)
+            for rank in acks.mapped_ranks:
+                self._memory.record_mapped(rank)
             for rank, offset in acks.copied_rows:
-                self._memory.note_copied(rank, offset)
+                self._memory.record_copied(rank, offset)
 
     def close(self) -> None:
         """Release the row memory."""
@@ -153,30 +153,32 @@ class ECScheduler:
         *,
         encoder_only: bool = False,
     ) -> None:
-        self._run = runtime
-        self._lost = LostEmbeddings(runtime) if encoder_only else None
+        self._runtime = runtime
+        self._lost_embeddings = LostEmbeddings(runtime) if encoder_only else None
         """Embeddings to save again, in an engine that runs only its encoder (see `LostEmbeddings`). None in
         other engines. An engine with this object sends no requests to an encoder service."""
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
         self._service = EncoderRequests(config, runtime)
-        self._arrivals = Arrivals(runtime, row_memory(config))
+        self._arrivals = Arrivals(runtime, create_row_memory(config))
         self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
         self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
-        self._held: set[str] = set()
+        self._cached: set[str] = set()
         """Identifiers of embeddings in the engine's own encoder cache."""
         self._to_load: list[PendingEmbedding] = []
         self._allocated: set[str] = set()
         """Identifiers of embeddings for which the engine reserved encoder-cache memory in this step."""
         self._rule = FetchRule(runtime.config.store.load_when)
         self._early = early or EarlyPrefill()
-        self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
+        self._early.set_callbacks(
+            self._is_in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app)
+        )
 
     # -- the engine's calls ------------------------------------------------------------------
 
-    def available(self, request: Request, computed: int) -> bool:
+    def can_schedule(self, request: Request, computed: int) -> bool:
         """Return whether vLLM may schedule `request` now. Returns False while the request waits for
         embeddings, unless enough of its tokens before the first embedding in flight can be prefilled early.
 
@@ -192,73 +194,73 @@ class ECScheduler:
             position = feature.mm_position
             if position.offset + position.length <= computed:
                 continue
-            if self._holds(identifier):
-                if self._lost is not None:
-                    self._lost.look(identifier, request.request_id)
+            if self._is_cached(identifier):
+                if self._lost_embeddings is not None:
+                    self._lost_embeddings.check(identifier, request.request_id)
                 continue
             item = self._items.get(identifier)
             if item is None:
-                if self._waiting_bytes > _MAX_WAITING_BYTES and not self._has_begun(request):
+                if self._waiting_bytes > _MAX_WAITING_BYTES and not self._is_waiting(request):
                     begun = False
                     continue
-                item = self._begin(feature, request, now)
+                item = self._begin_item(feature, request, now)
                 if item is None:
                     continue
                 self._items[identifier] = item
-                self._waiting_bytes += item.size
-            item.waiting.add(request.request_id)
-            if not item.settled:
-                self._look(item, now)
-                if end < 0 and not item.settled:
+                self._waiting_bytes += item.size_bytes
+            item.waiting_requests.add(request.request_id)
+            if not item.is_settled:
+                self._poll_item(item, now)
+                if end < 0 and not item.is_settled:
                     end = position.offset
         if begun and end >= 0:
-            return self._early.admits(request, computed, end)
+            return self._early.try_admit(request, computed, end)
         if begun:
-            self._early.ended(request.request_id)
+            self._early.forget(request.request_id)
         return begun
 
-    def arrived(self, identifier: str) -> bool:
+    def has_arrived(self, identifier: str) -> bool:
         """Return whether this process has the bytes of this embedding and they are usable. vLLM calls this
         only if the engine's own cache lacks the embedding."""
-        if identifier in self._held:
+        if identifier in self._cached:
             # The engine's encoder cache was reset. vLLM does not report such a reset to connectors.
-            self._held.clear()
+            self._cached.clear()
         item = self._items.get(identifier)
-        return item is not None and item.usable
+        return item is not None and item.is_usable
 
-    def allocated(self, identifier: str) -> None:
+    def record_allocation(self, identifier: str) -> None:
         """Record that the engine has reserved encoder-cache memory for an embedding that has arrived, or that
         the engine encodes itself."""
         self._allocated.add(identifier)
         item = self._items.get(identifier)
-        if item is not None and item.usable:
+        if item is not None and item.is_usable:
             self._to_load.append(item)
         elif item is not None:
-            self._arrivals.drop(item.arrived)
-        self._drop(identifier)
+            self._arrivals.free(item.arrived)
+        self._remove_item(identifier)
 
-    def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
+    def build_metadata(self, output: SchedulerOutput) -> CornplugECMetadata:
         """Return the message for the worker halves. It contains the embeddings to load before this step's
         forward pass."""
         # An embedding that a step evicts and then loads again is in the cache after that step.
-        self._held.difference_update(output.free_encoder_mm_hashes)
-        self._held |= self._allocated
+        self._cached.difference_update(output.free_encoder_mm_hashes)
+        self._cached |= self._allocated
         self._allocated.clear()
         if not output.total_num_scheduled_tokens:
-            self._idle_wait()
-        app = self._run.app
+            self._wait_if_idle()
+        app = self._runtime.app
         for item in self._to_load:
             assert item.arrived is not None
             self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
             self._tally.count("cornplug_saved_tower_passes_total", app)
-            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=item.size)
-            self._arrivals.send(item.arrived)
+            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", amount=item.size_bytes)
+            self._arrivals.mark_sent(item.arrived)
         moves = CornplugECMetadata(
-            arrived=self._promised(),
-            again=[] if self._lost is None else self._lost.drain(),
-            publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
+            arrived=self._promised_embeddings(),
+            save_again=[] if self._lost_embeddings is None else self._lost_embeddings.drain(),
+            publish=not weights_guard.has_replaced_weights() and self._runtime.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
-            row_memory=self._arrivals.address,
+            row_memory_address=self._arrivals.address,
         )
         self._to_load.clear()
         return moves
@@ -266,42 +268,42 @@ class ECScheduler:
     def stop(self) -> list[ArrivedEmbedding]:
         """Stop fetching embeddings. Returns the embeddings that the engine expects with the next step. The
         engine has already reserved memory for them."""
-        self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
-        return self._promised()
+        self._items = {identifier: item for identifier, item in self._items.items() if item.is_usable}
+        return self._promised_embeddings()
 
-    def _promised(self) -> list[ArrivedEmbedding]:
+    def _promised_embeddings(self) -> list[ArrivedEmbedding]:
         return [item.arrived for item in self._to_load if item.arrived is not None]
 
-    def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
+    def find_arrived(self, identifier: str) -> ArrivedEmbedding | None:
         """Return an embedding that has arrived and for which the engine has not reserved memory yet. Return
         None if there is no such embedding."""
         item = self._items.get(identifier)
-        return item.arrived if item is not None and item.usable else None
+        return item.arrived if item is not None and item.is_usable else None
 
-    def finished(self, request: Request) -> None:
+    def finish_request(self, request: Request) -> None:
         """Handle the end of a request: drop embeddings for which no other request waits."""
-        if self._lost is not None:
-            self._lost.finished(request.request_id)
-        self._early.ended(request.request_id)
+        if self._lost_embeddings is not None:
+            self._lost_embeddings.finish_request(request.request_id)
+        self._early.forget(request.request_id)
         for feature in request.mm_features:
             item = self._items.get(feature.identifier)
             if item is not None:
-                item.waiting.discard(request.request_id)
-                if not item.waiting:
-                    self._drop(feature.identifier)
-                    self._arrivals.drop(item.arrived)
+                item.waiting_requests.discard(request.request_id)
+                if not item.waiting_requests:
+                    self._remove_item(feature.identifier)
+                    self._arrivals.free(item.arrived)
 
-    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
+    def handle_acks(self, acks: CornplugECWorkerMetadata) -> None:
         """Count the outcomes of a worker's saves, and record its measurements."""
-        self._arrivals.acknowledged(acks)
-        for rows, seconds in acks.encoded:
-            self._rule.encoded(rows, seconds)
-        for size, seconds in acks.copied:
-            self._rule.copied(size, seconds)
+        self._arrivals.handle_acks(acks)
+        for rows, seconds in acks.encode_times:
+            self._rule.record_encode(rows, seconds)
+        for size, seconds in acks.copy_times:
+            self._rule.record_copy(size, seconds)
         for outcome, size in acks.saves:
-            self._tally.count("cornplug_saves_total", self._run.app, EMBEDDING, outcome)
+            self._tally.count("cornplug_saves_total", self._runtime.app, EMBEDDING, outcome)
             if outcome == "stored":
-                self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
+                self._tally.count("cornplug_bytes_total", self._runtime.app, EMBEDDING, "save", amount=size)
 
     def close(self) -> None:
         """Close the connection to the encoder service, and stop all threads."""
@@ -309,130 +311,134 @@ class ECScheduler:
         self._arrivals.close()
         self._publisher.close()
 
-    def _idle_wait(self) -> None:
+    def _wait_if_idle(self) -> None:
         """Wait up to `_IDLE_STEP_S` for a reply from the service, if any embedding is in flight.
 
         Without this wait, vLLM would poll 650 times per second. The engine core and a worker would occupy two
         cores that the encoder needs.
         """
-        if all(item.settled for item in self._items.values()):
+        if all(item.is_settled for item in self._items.values()):
             return
         end = time.monotonic() + _IDLE_STEP_S
-        while not self._service.wait(_IDLE_WAIT_S) and time.monotonic() < end:
-            if ALARM.input_waits():
+        while not self._service.wait_for_reply(_IDLE_WAIT_S) and time.monotonic() < end:
+            if WAKE_TIMER.has_pending_input():
                 return
 
     # -- fetching ---------------------------------------------------------------------------
 
-    def _in_flight(self, identifier: str) -> bool:
+    def _is_in_flight(self, identifier: str) -> bool:
         item = self._items.get(identifier)
-        return item is not None and not item.settled
+        return item is not None and not item.is_settled
 
-    def _holds(self, identifier: str) -> bool:
-        return identifier in self._held or identifier in self._allocated
+    def _is_cached(self, identifier: str) -> bool:
+        return identifier in self._cached or identifier in self._allocated
 
-    def _has_begun(self, request: Request) -> bool:
+    def _is_waiting(self, request: Request) -> bool:
         """Return whether the request already waits for an embedding. Such a request may always request
         further embeddings. Otherwise all requests could wait for each other."""
         items = (self._items.get(feature.identifier) for feature in request.mm_features)
-        return any(item is not None and request.request_id in item.waiting for item in items)
+        return any(item is not None and request.request_id in item.waiting_requests for item in items)
 
-    def _drop(self, identifier: str) -> PendingEmbedding | None:
+    def _remove_item(self, identifier: str) -> PendingEmbedding | None:
         item = self._items.pop(identifier, None)
         if item is not None:
-            self._waiting_bytes -= item.size
+            self._waiting_bytes -= item.size_bytes
         return item
 
-    def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
+    def _begin_item(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
         """Create an item: read its embedding from the store, or request it from the service. Return None if
         the engine is not sharing embeddings now."""
-        engine = self._run.config.engine
+        engine = self._runtime.config.engine
         # In an engine without a tower, the embedding rows arrive with the request.
-        if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
+        if weights_guard.has_replaced_weights() or not engine.share_embeddings or engine.tower == "service":
             return None
         rows = feature.mm_position.get_num_embeds()
         key = key_of(feature.identifier, weights_guard.epoch())
         if key is None:
-            return self._unshared(feature.identifier, rows, now)
-        deadline = now + self._rule.encode_deadline_s(rows, ceiling_s=self._run.config.encoder.deadline_s)
+            return self._fail_unshared(feature.identifier, rows, now)
+        deadline = now + self._rule.encode_deadline_s(rows, ceiling_s=self._runtime.config.encoder.deadline_s)
         expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
         size = rows * self._width * ITEM_BYTES[self._dtype]
         item = PendingEmbedding(feature.identifier, expected, size, deadline, now)
-        if not self._rule.pays(rows=rows, size_bytes=item.size):
-            self._fail(item, "cheaper")
+        if not self._rule.should_fetch(rows=rows, size_bytes=item.size_bytes):
+            self._fail_item(item, "cheaper")
             return item
         store_problem = ""
         try:
             try:
-                if self._from_store(item, "store"):
+                if self._read_from_store(item, "store"):
                     return item
             except StoreError as e:
                 # The service can still send the bytes in its reply.
                 store_problem = e.reason
-            if self._lost is not None:
-                self._fail(item, store_problem or "absent")
+            if self._lost_embeddings is not None:
+                self._fail_item(item, store_problem or "absent")
                 return item
-            self._service.ask(item, feature, request)
+            self._service.submit(item, feature, request)
         except CornplugError as e:
-            self._fail(item, store_problem or e.reason)
+            self._fail_item(item, store_problem or e.reason)
         return item
 
-    def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
+    def _fail_unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
         """Create an item in the failed state, for media without an embedding key, and count the miss."""
         stale = is_stale(identifier, weights_guard.epoch())
         reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
-        self._fail(item, reason)
+        self._fail_item(item, reason)
         return item
 
-    def _look(self, item: PendingEmbedding, now: float) -> None:
+    def _poll_item(self, item: PendingEmbedding, now: float) -> None:
         """Complete or fail an item, if the service has replied or the item's deadline has passed."""
-        if item.answer is not None and item.answer.done():
+        if item.reply is not None and item.reply.done():
             try:
-                self._take(item, item.answer.result())
+                self._handle_reply(item, item.reply.result())
             except CornplugError as e:
-                self._fail(item, self._service.policy.failed(e, time.monotonic()))
-        elif now >= item.deadline:
-            self._fail(item, self._service.policy.late(now))
+                self._fail_item(item, self._service.policy.record_failure(e, time.monotonic()))
+        elif now >= item.deadline_s:
+            self._fail_item(item, self._service.policy.record_timeout(now))
 
-    def _from_store(self, item: PendingEmbedding, source: str) -> bool:
+    def _read_from_store(self, item: PendingEmbedding, source: str) -> bool:
         began = time.monotonic()
         try:
-            arrived = self._arrivals.read(item.identifier, item.expected, item.size)
+            arrived = self._arrivals.read(item.identifier, item.expected, item.size_bytes)
         except CodecError as e:
             if e.reason == "wrong_shape":
                 raise
-            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
+            self._tally.count("cornplug_misses_total", self._runtime.app, EMBEDDING, e.reason)
             return False
         if arrived is None:
             return False
-        self._rule.read(item.size, time.monotonic() - began)
-        self._arrive(item, arrived, source)
+        self._rule.record_read(item.size_bytes, time.monotonic() - began)
+        self._complete_item(item, arrived, source)
         return True
 
-    def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
-        source = self._service.policy.replied(answer, item.expected)
-        if answer.tensor is not None:
-            tensor = answer.tensor
-            held = self._arrivals.hold(tensor.data)
-            self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
-            if not answer.stored:
+    def _handle_reply(self, item: PendingEmbedding, reply: EncodeReply) -> None:
+        source = self._service.policy.check_reply(reply, item.expected)
+        if reply.tensor is not None:
+            tensor = reply.tensor
+            held = self._arrivals.keep_rows(tensor.data)
+            self._complete_item(
+                item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source
+            )
+            if not reply.stored:
                 # The service could not store the embedding, for example because it runs on another host. Save
                 # the embedding here for the other engines on this host.
                 data = held if isinstance(held, bytearray) else bytearray(tensor.data)
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
-                self._publisher.offer(item.expected.key, rows)
-        elif not self._from_store(item, source):
-            self._fail(item, "evicted")
+                self._publisher.enqueue(item.expected.key, rows)
+        elif not self._read_from_store(item, source):
+            self._fail_item(item, "evicted")
 
-    def _arrive(self, item: PendingEmbedding, arrived: ArrivedEmbedding, source: str) -> None:
+    def _complete_item(self, item: PendingEmbedding, arrived: ArrivedEmbedding, source: str) -> None:
         item.arrived, item.source = arrived, source
-        self._observe(item)
+        self._observe_wait(item)
 
-    def _fail(self, item: PendingEmbedding, reason: str) -> None:
-        item.failed = reason
-        self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
-        self._observe(item)
+    def _fail_item(self, item: PendingEmbedding, reason: str) -> None:
+        item.failure = reason
+        self._tally.count("cornplug_misses_total", self._runtime.app, EMBEDDING, reason)
+        self._observe_wait(item)
 
-    def _observe(self, item: PendingEmbedding) -> None:
-        self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, EMBEDDING)
+    def _observe_wait(self, item: PendingEmbedding) -> None:
+        self._tally.observe(
+            "cornplug_wait_seconds", time.monotonic() - item.began_s, self._runtime.app, EMBEDDING
+        )

@@ -36,8 +36,8 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest, is_of_medium
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.wire.messages import MediaReply, MediaRequest, is_media_refusal
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
@@ -45,21 +45,21 @@ from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError
 from cornplug.identity import embedding_key
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.flags import all_our_settings, config_from_settings
 from cornplug.vllm_connector.media.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.media.mm_identifiers import MmIdentifiers
 from cornplug.vllm_connector.media.partial_models import (
-    TAKES_EMBEDDINGS,
+    ACCEPTS_EMBEDDINGS,
     runs_without_tower,
 )
 from cornplug.vllm_connector.model.model_config import tower_identity
-from cornplug.vllm_connector.several_connectors import config_of, settings_in
 
-_LEAST_S: Final = 1.0
-_noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
+_MIN_RETRY_S: Final = 1.0
+_retry_delays_s: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
 """Retry delays in seconds for the response to the current HTTP request."""
-_START_S: Final = 5.0
+_START_TIMEOUT_S: Final = 5.0
 """Maximum seconds that an engine at start waits for an encoder service's list of models."""
-_DOWN_S: Final = 2.0
+_DOWN_RETRY_S: Final = 2.0
 """Retry delay in seconds for clients while no service replies. The engine's own health checks of the service
 may take as long."""
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
@@ -70,7 +70,7 @@ class ServiceUnavailable(GracefulHTTPError):
     """Error that ends a valid request with status 503, because an image could not be encoded."""
 
     def __init__(self, why: str, pause_s: float | None) -> None:
-        pause = note_retry_after(pause_s)
+        pause = set_retry_after(pause_s)
         super().__init__(
             "the encoder service, which computes image embeddings for this server, returned no embedding: "
             f"{why}; try again in {pause:.0f} s",
@@ -114,7 +114,7 @@ class ServedImages:
         self._secret = secret
         self._tower = tower
         self._handles = handles
-        self._wants_grid = TAKES_EMBEDDINGS[family]
+        self._needs_grid = ACCEPTS_EMBEDDINGS[family]
         self._dtype = dtype
         self._max_images = max_images
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
@@ -135,7 +135,7 @@ class ServedImages:
         for url in self._config.encoder.engine_weights():
             with RemoteEncoder([url], self._secret) as client:
                 try:
-                    models = client.describe(_START_S)
+                    models = client.describe(_START_TIMEOUT_S)
                 except (EncoderError, TimeoutError) as e:
                     compat.logger.warning(
                         "cornplug: requests with images get status 503 until an encoder service replies: %s",
@@ -152,7 +152,7 @@ class ServedImages:
                     f"with the same values of {', '.join(PRECISION_VARIABLES)}.",
                 )
 
-    def limit(self, count: int) -> None:
+    def check_count(self, count: int) -> None:
         """Raise VLLMValidationError if `count`, the number of images in a prompt, exceeds the operator's
         limit."""
         most = self._max_images
@@ -161,70 +161,70 @@ class ServedImages:
                 f"At most {most} image(s) may be provided in one prompt.", parameter="image", value=count
             )
 
-    async def item(self, url: str, connector: Any, salt: str | None) -> Any:
+    async def request_item(self, url: str, connector: Any, salt: str | None) -> Any:
         """Request the embedding of the image at `url` from the service. Return it as an item for vLLM's
         processor. Raises ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
-            request = self._request(salt, url=url)
+            request = self._make_request(salt, url=url)
         else:
-            request = self._request(salt, data=await connector.load_from_url_async(url, FileBytes()))
+            request = self._make_request(salt, data=await connector.load_from_url_async(url, FileBytes()))
         try:
-            reply = await asyncio.wrap_future(self._client.submit_medium(request))
+            reply = await asyncio.wrap_future(self._client.submit_media(request))
         except EncoderError as e:
-            raise _error(e) from e
-        return self._taken(reply, salt)
+            raise _convert_error(e) from e
+        return self._verify_reply(reply, salt)
 
-    def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """Return the same as `item`, synchronously, for an engine without an event loop."""
+    def request_item_sync(self, url: str, connector: Any, salt: str | None) -> Any:
+        """Return the same as `request_item`, synchronously, for an engine without an event loop."""
         if _is_remote(url, connector):
-            request = self._request(salt, url=url)
+            request = self._make_request(salt, url=url)
         else:
-            request = self._request(salt, data=connector.load_from_url(url, FileBytes()))
+            request = self._make_request(salt, data=connector.load_from_url(url, FileBytes()))
         try:
-            reply = self._client.submit_medium(request).result()
+            reply = self._client.submit_media(request).result()
         except EncoderError as e:
-            raise _error(e) from e
-        return self._taken(reply, salt)
+            raise _convert_error(e) from e
+        return self._verify_reply(reply, salt)
 
     def close(self) -> None:
         """Close all connections to the encoder service."""
         self._client.close()
 
-    def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
+    def _make_request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediaRequest:
         if not data and not url:
             raise VLLMValidationError("the image is empty", parameter="image_url")
-        return MediumRequest(
-            identity=self._served(),
+        return MediaRequest(
+            identity=self._served_identity(),
             modality="image",
             data=data,
             url=url,
             cache_salt=salt,
             app=self._config.engine.app,
             deadline_s=self._config.encoder.language_only_timeout_s,
-            decoding=compat.decoding(),
+            decoding=compat.decoding_rule(),
         )
 
-    def _served(self) -> bytes:
+    def _served_identity(self) -> bytes:
         """Return the model identity to send to the service. Raises ServiceUnavailable while the identity is
         unknown."""
-        if weights_guard.replaced():
-            raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
+        if weights_guard.has_replaced_weights():
+            raise ServiceUnavailable("this server's weights were replaced", _DOWN_RETRY_S)
         tower = self._tower()
         if tower is None or tower.served_identity is None:
-            raise ServiceUnavailable("this server has not identified its checkpoint yet", _DOWN_S)
+            raise ServiceUnavailable("this server has not identified its checkpoint yet", _DOWN_RETRY_S)
         return tower.served_identity
 
-    def _taken(self, reply: MediumReply, salt: str | None) -> Any:
+    def _verify_reply(self, reply: MediaReply, salt: str | None) -> Any:
         """Check a reply's signature and embedding against this engine, and return the item for vLLM's
         processor. Raises ServiceUnavailable if the reply does not match."""
         try:
-            claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
+            claims = EmbeddingHandle.verify(reply.handle, self._secret, now=time.time())
         except CodecError as e:
             raise ServiceUnavailable(str(e), None) from e
-        identity, tensor = self._served(), reply.tensor
-        if reply.decoding != compat.decoding():
+        identity, tensor = self._served_identity(), reply.tensor
+        if reply.decoding != compat.decoding_rule():
             raise ServiceUnavailable(
-                f"it decodes images with {reply.decoding}, but this server needs {compat.decoding()}; "
+                f"it decodes images with {reply.decoding}, but this server needs {compat.decoding_rule()}; "
                 "update cornplug on the encoder service",
                 None,
             )
@@ -240,11 +240,11 @@ class ServedImages:
         if len(tensor.data) != math.prod(tensor.shape) * dtype.itemsize:
             raise ServiceUnavailable("the size of its reply does not match the header", None)
         rows = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
-        self._handles.keep(claims, rows)
-        return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
+        self._handles.remember(claims, rows)
+        return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._needs_grid else rows
 
 
-def started(config: Any, names: MmIdentifiers | None) -> None:
+def on_engine_start(config: Any, names: MmIdentifiers | None) -> None:
     """Use the encoder service for images in this process's requests, if the starting engine has no tower.
 
     Reads the checkpoint's weights once. Raises ConfigError if the checkpoint cannot be identified, and the
@@ -254,8 +254,8 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     deactivate()
     if names is None or not runs_without_tower(config):
         return
-    carried = settings_in(config)
-    said = config_of(carried)
+    carried = all_our_settings(config)
+    said = config_from_settings(carried)
     model = config.model_config
     try:
         known = tower_identity(config)
@@ -268,7 +268,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     served = ServedImages(
         said,
         read_secret(said.store.secret_file),
-        names.tower,
+        names.current_tower,
         names.handles,
         family=str(model.hf_config.model_type),
         dtype=dtype_name(model.dtype),
@@ -307,11 +307,11 @@ def _is_remote(url: str, connector: Any) -> bool:
     return True
 
 
-def _error(e: EncoderError) -> Exception:
-    if isinstance(e, EncoderRefused) and is_of_medium(e.reason):
+def _convert_error(e: EncoderError) -> Exception:
+    if isinstance(e, EncoderRefused) and is_media_refusal(e.reason):
         return VLLMValidationError(str(e), parameter="image_url")
     pause_s = getattr(e, "retry_after_s", None)
-    return ServiceUnavailable(str(e), _DOWN_S if pause_s is None else pause_s)
+    return ServiceUnavailable(str(e), _DOWN_RETRY_S if pause_s is None else pause_s)
 
 
 def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -336,26 +336,26 @@ def _parse_image(
             "this option",
             parameter="media_io_kwargs",
         )
-    served.limit(len(tracker._items_by_modality["image_embeds"]) + 1)
+    served.check_count(len(tracker._items_by_modality["image_embeds"]) + 1)
     salt = _salt.get()
     item: Any
     if isinstance(tracker, AsyncMultiModalItemTracker):
 
         async def later() -> tuple[Any, str | None]:
-            return await served.item(image_url, parser._connector, salt), uuid
+            return await served.request_item(image_url, parser._connector, salt), uuid
 
         item = later
     else:
-        item = served.item_now(image_url, parser._connector, salt), uuid
+        item = served.request_item_sync(image_url, parser._connector, salt), uuid
     parser._add_placeholder("image", tracker.add("image_embeds", item))
 
 
-def _salted(prompt_extras: Mapping[str, Any] | None) -> Any:
+def _set_salt(prompt_extras: Mapping[str, Any] | None) -> Any:
     return _salt.set((prompt_extras or {}).get("cache_salt"))
 
 
 def _render_chat(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _salted(kwargs.get("prompt_extras"))
+    token = _set_salt(kwargs.get("prompt_extras"))
     try:
         return original(this, *args, **kwargs)
     finally:
@@ -363,25 +363,25 @@ def _render_chat(original: Callable[..., Any], this: Any, *args: Any, **kwargs: 
 
 
 async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _salted(kwargs.get("prompt_extras"))
+    token = _set_salt(kwargs.get("prompt_extras"))
     try:
         return await original(this, *args, **kwargs)
     finally:
         _salt.reset(token)
 
 
-def note_retry_after(seconds: float | None) -> float:
+def set_retry_after(seconds: float | None) -> float:
     """Set the retry delay for the response to the current request. It is used if the response has status 503.
-    Returns the delay in seconds, at least `_LEAST_S` and rounded up."""
-    pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
-    noted = _noted.get()
+    Returns the delay in seconds, at least `_MIN_RETRY_S` and rounded up."""
+    pause_s = math.ceil(max(_MIN_RETRY_S, seconds or 0.0))
+    noted = _retry_delays_s.get()
     if noted is not None:
         noted.append(pause_s)
     return pause_s
 
 
 class RetryAfter:
-    """ASGI middleware that adds the header `Retry-After` to responses with status 503. `note_retry_after`
+    """ASGI middleware that adds the header `Retry-After` to responses with status 503. `set_retry_after`
     sets the delay."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -399,11 +399,11 @@ class RetryAfter:
                 MutableHeaders(scope=message)["retry-after"] = f"{max(noted):.0f}"
             await send(message)
 
-        token = _noted.set(noted)
+        token = _retry_delays_s.set(noted)
         try:
             await self._app(scope, receive, marked)
         finally:
-            _noted.reset(token)
+            _retry_delays_s.reset(token)
 
 
 def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:

@@ -22,7 +22,7 @@ from cornplug.errors import CornplugError
 from cornplug.identity import array_digest, processor_video_digest
 
 _PREFIX: Final = "unshared-"
-_OTHER: Final = "identity_error"
+_OTHER_REASON: Final = "identity_error"
 _REASONS: Final = (
     "bad_config",
     "modality",
@@ -32,13 +32,13 @@ _REASONS: Final = (
     "video_metadata",
     "video_options",
     "video_pruning",
-    _OTHER,
+    _OTHER_REASON,
 )
 """Reasons that a name may contain. They are label values of counters, and a client must not be able to add
 label values by its choice of uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
-_METADATA: Final = frozenset(
+_ALLOWED_METADATA: Final = frozenset(
     {
         "do_sample_frames",
         "duration",
@@ -52,7 +52,7 @@ _METADATA: Final = frozenset(
 )
 """Metadata fields that a shared video may have: the fields that vLLM's loaders write, and the fields of
 transformers' VideoMetadata."""
-_OPTIONS: Final = frozenset(
+_ALLOWED_OPTIONS: Final = frozenset(
     {
         "do_normalize",
         "do_rescale",
@@ -67,11 +67,11 @@ _OPTIONS: Final = frozenset(
         "size",
     }
 )
-_SCOPE: Final = "videos_kwargs"
+_VIDEOS_KWARGS: Final = "videos_kwargs"
 _SCALARS: Final = (bool, int, float)
 
 
-class VideoUnshared(CornplugError):
+class VideoNotShared(CornplugError):
     """Raised for a video that is not shared, because it has no key. `reason` is the miss reason in
     metrics."""
 
@@ -83,16 +83,16 @@ def video_digest(frames: object, metadata: object) -> bytes:
     unsupported form.
     """
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
-        raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
+        raise VideoNotShared("video frames must be a uint8 array with four axes", reason="video_frames")
     fields = {} if metadata is None else metadata
-    if not isinstance(fields, Mapping) or not _METADATA.issuperset(fields):
-        raise VideoUnshared("unsupported form of video metadata", reason="video_metadata")
+    if not isinstance(fields, Mapping) or not _ALLOWED_METADATA.issuperset(fields):
+        raise VideoNotShared("unsupported form of video metadata", reason="video_metadata")
     pixels = np.ascontiguousarray(frames)
     found = array_digest(pixels.dtype.name, pixels.shape, pixels.data.cast("B"))
     try:
-        return processor_video_digest(found, {k: _plain(v) for k, v in fields.items()})
+        return processor_video_digest(found, {k: _to_python(v) for k, v in fields.items()})
     except (TypeError, ValueError) as e:
-        raise VideoUnshared(f"cannot identify video metadata: {e}", reason="video_metadata") from e
+        raise VideoNotShared(f"cannot identify video metadata: {e}", reason="video_metadata") from e
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -102,15 +102,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     have a different value for each video of a request. Null values are not allowed either. They disable a
     processor's default, while the model's spec treats null as the default.
     """
-    scoped = options.get(_SCOPE, {})
+    scoped = options.get(_VIDEOS_KWARGS, {})
     if not isinstance(scoped, Mapping):
-        raise VideoUnshared(f"{_SCOPE} is not a mapping", reason="video_options")
-    flat = {k: v for k, v in options.items() if k != _SCOPE}
+        raise VideoNotShared(f"{_VIDEOS_KWARGS} is not a mapping", reason="video_options")
+    flat = {k: v for k, v in options.items() if k != _VIDEOS_KWARGS}
     for name, value in (*flat.items(), *scoped.items()):
-        known = name in _OPTIONS and isinstance(value, _SCALARS)
+        known = name in _ALLOWED_OPTIONS and isinstance(value, _SCALARS)
         edges = name == "size" and isinstance(value, Mapping)
         if not (known or (edges and all(isinstance(edge, int) for edge in value.values()))):
-            raise VideoUnshared(
+            raise VideoNotShared(
                 f"processor option {name} is not supported for videos", reason="video_options"
             )
 
@@ -118,7 +118,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def unshared_name(name: str, reason: str) -> str:
     """Return a name for a media item that is not shared: vLLM's name, with the reason added.
     `unshared_reason` extracts the reason."""
-    return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
+    return f"{_PREFIX}{reason if reason in _REASONS else _OTHER_REASON}-{name}"
 
 
 def unshared_reason(identifier: str) -> str | None:
@@ -133,10 +133,10 @@ def looks_unshared(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Convert numpy arrays and numbers in `value` to plain Python values, which can be encoded as JSON."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_python(one) for one in value]
     return value.item() if isinstance(value, np.generic) else value

@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
-from cornplug.engine_common.embeddings import EmbeddingPublisher, TowerClock
-from cornplug.engine_common.load_policy import FadedRate
+from cornplug.engine_common.embeddings import EmbeddingPublisher, TowerTimer
+from cornplug.engine_common.load_policy import EwmaRate
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 from cornplug.vllm_connector.media.metadata import (
     CornplugECMetadata,
     CornplugECWorkerMetadata,
-    RowPlace,
-    mapped,
+    RowLocation,
+    map_row_memory,
 )
 from cornplug.vllm_connector.media.mm_identifiers import key_of
 
@@ -35,11 +35,11 @@ _ARENA: Final = b"rows"
 class RowCopies(Protocol):
     """Interface for copies of embedding rows to a device's memory."""
 
-    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
-        """Concatenate `runs` in one tensor on the device. Operations that the engine starts later can use the
-        tensor. Returns (tensor, event for the end of the copy)."""
+    def copy(self, chunks: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
+        """Concatenate `chunks` in one tensor on the device. Operations that the engine starts later can use
+        the tensor. Returns (tensor, event for the end of the copy)."""
 
-    def done(self, end: Any) -> bool:
+    def is_done(self, end: Any) -> bool:
         """Return whether the copy with the event `end` has completed. `runs` are then no longer read."""
 
     def wait(self, end: Any) -> None:
@@ -49,10 +49,10 @@ class RowCopies(Protocol):
 class CpuCopies:
     """Copies embedding rows to host memory synchronously."""
 
-    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, None]:
-        return torch.cat(runs), None
+    def copy(self, chunks: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, None]:
+        return torch.cat(chunks), None
 
-    def done(self, end: None) -> bool:
+    def is_done(self, end: None) -> bool:
         return True
 
     def wait(self, end: None) -> None:
@@ -67,13 +67,13 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
-    def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def copy(self, chunks: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         engine = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             # The memory is allocated on this stream, so none of the engine's kernels still use it.
             there = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             at = 0
-            for run in runs:
+            for run in chunks:
                 there[at : at + len(run)].copy_(run, non_blocking=True)
                 at += len(run)
         end = torch.cuda.Event()
@@ -82,7 +82,7 @@ class CudaCopies:
         there.record_stream(engine)
         return there, end
 
-    def done(self, end: torch.cuda.Event) -> bool:
+    def is_done(self, end: torch.cuda.Event) -> bool:
         return end.query()
 
     def wait(self, end: torch.cuda.Event) -> None:
@@ -110,63 +110,63 @@ class MappedRows:
         self._registered = (
             RegisteredMemory(self, register, unregister, enter_thread) if register is not None else None
         )
-        self._ongoing: deque[tuple[int, Any]] = deque()
+        self._open_copies: deque[tuple[int, Any]] = deque()
         """(offset in the row memory, end event) of each copy in flight, in order."""
         if self._registered is not None:
-            self._registered.join(self._is_idle)
+            self._registered.add_user(self._is_idle)
 
-    def map(self, address: str) -> bool:
+    def map_memory(self, address: str) -> bool:
         """Map the row memory at this address, and return whether this process can access it."""
-        if self._bytes is None and (found := mapped(address)) is not None:
+        if self._bytes is None and (found := map_row_memory(address)) is not None:
             self._memory = memoryview(found)
             self._bytes = torch.from_numpy(np.frombuffer(found, np.uint8))
         return self._bytes is not None
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
         """Return the complete row memory, for `RegisteredMemory`."""
         return self._memory
 
-    def rows(self, place: RowPlace) -> torch.Tensor:
+    def copy_rows(self, location: RowLocation) -> torch.Tensor:
         """Start to copy the bytes at a place in the row memory to the device. Return them as a tensor of
-        shape (bytes,). `copied` returns the place's offset after the copy."""
+        shape (bytes,). `take_copied` returns the place's offset after the copy."""
         assert self._bytes is not None, "this rank has reported to the scheduler that it mapped the memory"
-        there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
-        self._ongoing.append((place.offset, end))
+        there, end = self._copies.copy(self._split_location(self._bytes, location), location.size_bytes)
+        self._open_copies.append((location.offset, end))
         return there
 
-    def copied(self) -> list[int]:
+    def take_copied(self) -> list[int]:
         """Return the offsets of places in the row memory whose copies have completed since the last call."""
         found = []
-        while self._ongoing and self._copies.done(self._ongoing[0][1]):
-            found.append(self._ongoing.popleft()[0])
+        while self._open_copies and self._copies.is_done(self._open_copies[0][1]):
+            found.append(self._open_copies.popleft()[0])
         return found
 
     def close(self) -> None:
         """Wait for copies in flight, and unregister the row memory."""
-        while self._ongoing:
-            self._copies.wait(self._ongoing.popleft()[1])
+        while self._open_copies:
+            self._copies.wait(self._open_copies.popleft()[1])
         if self._registered is not None:
-            self._registered.leave(self._is_idle)
+            self._registered.remove_user(self._is_idle)
 
     def _is_idle(self) -> bool:
-        return not self._ongoing
+        return not self._open_copies
 
-    def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
+    def _split_location(self, memory: torch.Tensor, location: RowLocation) -> list[torch.Tensor]:
         """Split a place in the row memory into tensors at the boundaries of registered ranges. A single copy
         must not cross such a boundary."""
-        at, end = place.offset, place.offset + place.size_bytes
+        at, end = location.offset, location.offset + location.size_bytes
         if self._registered is None:
             return [memory[at:end]]
-        if not self._registered.reaches(_ARENA, end):
+        if not self._registered.can_access(_ARENA, end):
             return [memory[at:end].clone()]
         runs = []
-        for _, size_bytes in self._registered.runs(_ARENA, at, end - at):
+        for _, size_bytes in self._registered.byte_ranges(_ARENA, at, end - at):
             runs.append(memory[at : at + size_bytes])
             at += size_bytes
         return runs
 
 
-def mapped_rows(device: torch.device) -> MappedRows:
+def create_mapped_rows(device: torch.device) -> MappedRows:
     """Create a worker's `MappedRows` for its device."""
     if device.type != "cuda":
         return MappedRows(CpuCopies())
@@ -192,92 +192,92 @@ class ECWorker:
         encoder_only: bool = False,
     ) -> None:
         self._publishes = publishes
-        self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
-        self._offered = False
+        self._save_wait_s = runtime.background_timeout_s if encoder_only else 0.0
+        self._has_new_saves = False
         """Whether an embedding was offered to the publisher since the last acknowledgements."""
         self._device = torch.device(device)
         self._rank = rank
         self._rows: MappedRows | None = None
         """Row memory that this worker has mapped. None until the scheduler has sent the memory's address."""
-        self._mapped: list[int] = []
+        self._mapped_ranks: list[int] = []
         """This rank's number as the only item, if the rank has mapped the row memory since the last
         acknowledgements, else empty."""
-        self._publisher = EmbeddingPublisher(runtime, self._note)
+        self._publisher = EmbeddingPublisher(runtime, self._record_save)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
-        self._copied: list[tuple[int, float]] = []
-        self._tower = TowerClock(self._device)
-        self._encoding = FadedRate()
+        self._copy_times: list[tuple[int, float]] = []
+        self._tower_timer = TowerTimer(self._device)
+        self._encode_rate = EwmaRate()
         """Measured seconds per row for the tower in earlier steps. The current step's time is not measured in
         time for its own embeddings."""
 
-    def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
+    def load(self, cache: dict[str, torch.Tensor], metadata: CornplugECMetadata) -> None:
         """Copy the embeddings that have arrived, each of shape (rows, hidden), to the engine's encoder
         cache."""
-        if moves.row_memory and self._rows is None:
-            self._map(moves.row_memory)
+        if metadata.row_memory_address and self._rows is None:
+            self._map_rows(metadata.row_memory_address)
         began, size = time.perf_counter(), 0
-        for item in moves.arrived:
-            rows = self._on_device(item.data)
+        for item in metadata.arrived:
+            rows = self._copy_to_device(item.data)
             cache[item.identifier] = rows.view(getattr(torch, item.dtype)).view(item.shape)
             size += rows.numel()
         if self._publishes:
-            if moves.arrived:
-                self._copied.append((size, time.perf_counter() - began))
-            self._tower.begin()
+            if metadata.arrived:
+                self._copy_times.append((size, time.perf_counter() - began))
+            self._tower_timer.begin_step()
 
-    def _map(self, address: str) -> None:
-        rows = mapped_rows(self._device)
-        if rows.map(address):
-            self._rows, self._mapped = rows, [self._rank]
+    def _map_rows(self, address: str) -> None:
+        rows = create_mapped_rows(self._device)
+        if rows.map_memory(address):
+            self._rows, self._mapped_ranks = rows, [self._rank]
 
-    def _on_device(self, data: bytearray | RowPlace) -> torch.Tensor:
+    def _copy_to_device(self, data: bytearray | RowLocation) -> torch.Tensor:
         """Return an embedding's bytes on the device, as a tensor of shape (bytes,)."""
-        if not isinstance(data, RowPlace):
+        if not isinstance(data, RowLocation):
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
         assert self._rows is not None, "this rank has reported to the scheduler that it mapped the memory"
-        return self._rows.rows(data)
+        return self._rows.copy_rows(data)
 
-    def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
+    def save(self, identifier: str, embedding: torch.Tensor, metadata: CornplugECMetadata) -> None:
         """Save an embedding that this engine computed. Returns immediately, because another thread copies the
         embedding to the store."""
         if self._publishes and embedding.ndim == 2:
-            self._tower.ran(len(embedding))
-        self._offer(identifier, embedding, moves)
+            self._tower_timer.record_rows(len(embedding))
+        self._enqueue_save(identifier, embedding, metadata)
 
-    def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
+    def save_again(self, cache: dict[str, torch.Tensor], metadata: CornplugECMetadata) -> None:
         """Save again the embeddings in the engine's encoder cache that the scheduler half did not find in the
         store."""
-        for identifier in moves.again:
+        for identifier in metadata.save_again:
             if (embedding := cache.get(identifier)) is not None:
-                self._offer(identifier, embedding, moves)
+                self._enqueue_save(identifier, embedding, metadata)
 
-    def _offer(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
-        key = key_of(identifier, moves.epoch)
-        if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
+    def _enqueue_save(self, identifier: str, embedding: torch.Tensor, metadata: CornplugECMetadata) -> None:
+        key = key_of(identifier, metadata.epoch)
+        if key is None or not self._publishes or not metadata.publish or embedding.ndim != 2:
             return
-        cost_s = self._encoding.seconds(len(embedding)) or 0.0
-        self._publisher.offer(key, embedding, cost_s=cost_s, patience_s=self._patience_s)
-        self._offered = True
+        cost_s = self._encode_rate.estimate_s(len(embedding)) or 0.0
+        self._publisher.enqueue(key, embedding, cost_s=cost_s, wait_s=self._save_wait_s)
+        self._has_new_saves = True
 
     def stop_publishing(self) -> None:
         """Stop saving embeddings. Embeddings that the engine expects are still loaded."""
         self._publishes = False
 
-    def acks(self) -> CornplugECWorkerMetadata | None:
+    def take_acks(self) -> CornplugECWorkerMetadata | None:
         """Return the acknowledgements for the scheduler half: outcomes of earlier saves and new measurements.
         Return None if there are no acknowledgements."""
-        if self._offered and self._patience_s:
-            self._publisher.flush(self._patience_s)
-        self._offered = False
+        if self._has_new_saves and self._save_wait_s:
+            self._publisher.flush(self._save_wait_s)
+        self._has_new_saves = False
         with self._lock:
             saves, self._saves = self._saves, []
-        copied, self._copied = self._copied, []
-        encoded = self._tower.measured()
+        copied, self._copy_times = self._copy_times, []
+        encoded = self._tower_timer.take_measurements()
         for rows, seconds in encoded:
-            self._encoding.note(rows, seconds)
-        mapped, self._mapped = self._mapped, []
-        places = [] if self._rows is None else [(self._rank, offset) for offset in self._rows.copied()]
+            self._encode_rate.add_sample(rows, seconds)
+        mapped, self._mapped_ranks = self._mapped_ranks, []
+        places = [] if self._rows is None else [(self._rank, offset) for offset in self._rows.take_copied()]
         if not (saves or encoded or copied or mapped or places):
             return None
         return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
@@ -288,6 +288,6 @@ class ECWorker:
         if self._rows is not None:
             self._rows.close()
 
-    def _note(self, outcome: str, size: int) -> None:
+    def _record_save(self, outcome: str, size: int) -> None:
         with self._lock:
             self._saves.append((outcome, size))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_config, engine_state
-from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
+from cornplug.engine_common.model_identity import EngineModel, InitialModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import EPOCHS, validated_families
 from cornplug.vllm_connector.model import setting_verdicts
-from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
+from cornplug.vllm_connector.model.setting_verdicts import judge_common, judge_embeddings, judge_kv
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 # Fields that vLLM adds for quantised attention kernels (model_loader/weight_utils.py). They repeat numbers of
 # heads that the config also has elsewhere.
-_NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
+_KERNEL_FIELDS: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
-_started_llm: Final = StartedModel()
-_started_tower: Final = StartedModel()
-"""Model with which this process started, described once for KV (`_started_llm`) and once for embeddings
-(`_started_tower`)."""
+_initial_llm: Final = InitialModel()
+_initial_tower: Final = InitialModel()
+"""Model with which this process started, described once for KV (`_initial_llm`) and once for embeddings
+(`_initial_tower`)."""
 
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
@@ -38,14 +38,14 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
     """
 
     def describe() -> EngineModel:
-        overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
+        overrides = (judge_common(config) | judge_embeddings(config)).overrides_or_raise()
         return replace(
             _engine_model(config, overrides, processor_kwargs=processor_arguments(config)),
             video_settings=_video_settings(config),
             why_no_videos=why_no_videos(config),
         )
 
-    return _plain(_started_tower.now(describe)).tower_identity()
+    return _check_weight_files(_initial_tower.current(describe)).tower_identity()
 
 
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
@@ -84,15 +84,15 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
     """
 
     def describe() -> EngineModel:
-        overrides = (of_everything(config) | of_kv(config)).overrides_or_raise()
+        overrides = (judge_common(config) | judge_kv(config)).overrides_or_raise()
         return _engine_model(config, overrides)
 
-    fingerprint, spec = _plain(_started_llm.now(describe)).kv_identity()
+    fingerprint, spec = _check_weight_files(_initial_llm.current(describe)).kv_identity()
     draft = _draft_identity(config)
     return fingerprint, spec if draft is None else {**spec, "draft": draft}
 
 
-def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
+def draft_config_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
     """Return the speculative decoding config if the draft model has its own KV (EAGLE, MTP, a separate draft
     model), else None."""
     speculative = getattr(config, "speculative_config", None)
@@ -107,7 +107,7 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
     the draft's settings are not checked like the model's settings. Reads the draft's weights. Raises
     CheckpointError if the draft cannot be identified.
     """
-    speculative = drafts_with_kv(config)
+    speculative = draft_config_with_kv(config)
     if speculative is None:
         return None
     draft = speculative.draft_model_config
@@ -122,19 +122,19 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
     }
 
 
-def require_folder(path: str, began_ns: int) -> None:
+def require_same_tensors(path: str, began_ns: int) -> None:
     """Raise CheckpointError unless the folder `path` contains exactly the tensors of the model with which
     this engine core started. The engine's weights were loaded from this folder."""
-    described = [started for started in (_started_llm, _started_tower) if started.known]
+    described = [started for started in (_initial_llm, _initial_tower) if started.is_known]
     if not described:
         raise CheckpointError(
             "cornplug has not identified the model with which this process started", reason="weights_updated"
         )
     for started in described:
-        _plain(started.with_weights(path, began_ns))
+        _check_weight_files(started.with_weights(path, began_ns))
 
 
-def _plain(model: EngineModel) -> EngineModel:
+def _check_weight_files(model: EngineModel) -> EngineModel:
     """Return `model` unchanged. Raises CheckpointError if vLLM reads other weight files from the model's
     folder than cornplug does."""
     path = model.checkpoint.path
@@ -172,10 +172,10 @@ def _engine_model(
     if other := setting_verdicts.transformers_backend(model):
         # vLLM then runs other code than the classes whose embeddings were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
-    if trusts and (code := engine_config.remote_code(checkpoint.path)):
+    if trusts and (code := engine_config.remote_code_digest(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
-    changed = engine_config.changes(*_configs(model, checkpoint, trusts))
-    changed = {path: value for path, value in changed.items() if not path.endswith(_NOTES)}
+    changed = engine_config.config_changes(*_read_configs(model, checkpoint, trusts))
+    changed = {path: value for path, value in changed.items() if not path.endswith(_KERNEL_FIELDS)}
     return EngineModel(
         checkpoint=checkpoint,
         dtype=dtype_name(model.dtype),
@@ -183,7 +183,7 @@ def _engine_model(
         processor_kwargs=processor_kwargs or {},
         engine="vllm",
         validated_families=validated_families(dtype_name(model.dtype)),
-        began_ns=engine_state.current().began_ns(),
+        began_ns=engine_state.current().start_ns(),
         epochs=EPOCHS,
         overrides=overrides,
         config_changes=changed,
@@ -191,7 +191,7 @@ def _engine_model(
     )
 
 
-def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (config that vLLM runs, config that transformers reads from the same files).
 
     vLLM renames an MLA model's rotary embedding in the config of the process that has loaded the model
@@ -206,7 +206,7 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
         # If transformers has no class for this model, count every value in vLLM's own config as a difference.
         return running, {}
     published = read.to_dict()
-    for ours, theirs in ((running, published), (_text(running), _text(published))):
+    for ours, theirs in ((running, published), (_text_config(running), _text_config(published))):
         rope = ours.get("rope_parameters") or {}
         name = (theirs.get("rope_parameters") or {}).get("rope_type")
         if (name, rope.get("rope_type")) == ("yarn", "deepseek_yarn"):
@@ -214,7 +214,7 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
     return running, published
 
 
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("text_config") or {}
 
 

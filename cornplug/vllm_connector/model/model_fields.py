@@ -22,7 +22,7 @@ HARMLESS_LOADER_OPTIONS: Final = frozenset(
 )
 """Keys of `model_loader_extra_config` that only affect the speed of reading the weight files."""
 MAMBA: Final = FieldTables(
-    of="MambaConfig",
+    class_name="MambaConfig",
     in_key={
         "enable_stochastic_rounding": AS_OVERRIDE,
         "stochastic_rounding_philox_rounds": AS_OVERRIDE,
@@ -33,7 +33,7 @@ MAMBA: Final = FieldTables(
     harmless={},
     refused={},
 )
-_PROPOSES: Final = "affects only proposals: KV is saved only for tokens that the model has accepted"
+_ONLY_PROPOSALS: Final = "affects only proposals: KV is saved only for tokens that the model has accepted"
 HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
 """Environment variable that selects the model hub. It has no effect if the model is in a local folder."""
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
@@ -66,63 +66,69 @@ All other environment variables become part of the key if they are set, so only 
 share."""
 
 
-def listed(reason: str, names: str) -> dict[str, str]:
+def with_reason(reason: str, names: str) -> dict[str, str]:
     """Return a dict that maps each of the whitespace-separated names to the same reason."""
     return dict.fromkeys(names.split(), reason)
 
 
 MODEL: Final = FieldTables(
-    of="ModelConfig",
+    class_name="ModelConfig",
     in_key={
         "quantization_config": AS_OVERRIDE,
         "model_impl": AS_OVERRIDE,
-        **listed("part of the checkpoint's fingerprint", "model revision"),
-        **listed(
+        **with_reason("part of the checkpoint's fingerprint", "model revision"),
+        **with_reason(
             "changes by vLLM to the config that transformers reads are part of the key",
             "hf_config hf_text_config",
         ),
-        **listed("same as `hf_config`, but a function is refused", "hf_overrides"),
-        **listed("same as `hf_config`, because vLLM removes the window from it", "disable_sliding_window"),
-        **listed("in the spec", "dtype"),
-        **listed("part of the spec if the model depends on it", "max_model_len override_generation_config"),
-        **listed("same as max_model_len, together with generation_config.json", "generation_config"),
-        **listed("the method's name is part of the key if it is not in the checkpoint", "quantization"),
-        **listed("the digest of the checkpoint's own code is part of the key", "trust_remote_code"),
-        **listed("covered by its own tables", "multimodal_config"),
+        **with_reason("same as `hf_config`, but a function is refused", "hf_overrides"),
+        **with_reason(
+            "same as `hf_config`, because vLLM removes the window from it", "disable_sliding_window"
+        ),
+        **with_reason("in the spec", "dtype"),
+        **with_reason(
+            "part of the spec if the model depends on it", "max_model_len override_generation_config"
+        ),
+        **with_reason("same as max_model_len, together with generation_config.json", "generation_config"),
+        **with_reason("the method's name is part of the key if it is not in the checkpoint", "quantization"),
+        **with_reason("the digest of the checkpoint's own code is part of the key", "trust_remote_code"),
+        **with_reason("covered by its own tables", "multimodal_config"),
     },
     harmless={
-        **listed(
+        **with_reason(
             "affects only the tokens, which are part of the key",
             "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin",
         ),
-        **listed(
+        **with_reason(
             "affects sampled tokens, which are part of the key",
             "seed use_fp64_gumbel logits_processors",
         ),
-        **listed(
+        **with_reason(
             "affects only outputs",
             "max_logprobs logprobs_mode return_sampling_mask enable_trace_replay served_model_name",
         ),
-        **listed(
+        **with_reason(
             "restricts access, and decoded media are part of the key",
             "allowed_local_media_path allowed_media_domains hf_token",
         ),
-        **listed("dispatches the same operations differently", "enforce_eager disable_cascade_attn"),
-        **listed("requests with prompt embeddings are not shared", "enable_prompt_embeds"),
-        **listed(
+        **with_reason("dispatches the same operations differently", "enforce_eager disable_cascade_attn"),
+        **with_reason("requests with prompt embeddings are not shared", "enable_prompt_embeds"),
+        **with_reason(
             "affects memory, and a sleep that discards weights ends sharing (weight_updates.py)",
             """
             enable_sleep_mode sleep_preserve_parameter_names sleep_mode_backend
             sleep_mode_offload_cudagraph
             """,
         ),
-        **listed("memory", "enable_nccl_comm_suspend enable_cumem_allocator"),
-        **listed("threads", "renderer_num_workers"),
-        **listed("computed from values that are part of the key", "is_submodel_config"),
-        **listed("affects the output layer, which computes no KV", "word_embeddings_untied_by_checkpoint"),
-        **listed("affects drafts, which are only proposals", "spec_target_max_model_len"),
-        **listed("affects only outputs, and pooling models are refused", "pooler_config"),
-        **listed("affects only whether vLLM logs a warning", "allow_deprecated_quantization"),
+        **with_reason("memory", "enable_nccl_comm_suspend enable_cumem_allocator"),
+        **with_reason("threads", "renderer_num_workers"),
+        **with_reason("computed from values that are part of the key", "is_submodel_config"),
+        **with_reason(
+            "affects the output layer, which computes no KV", "word_embeddings_untied_by_checkpoint"
+        ),
+        **with_reason("affects drafts, which are only proposals", "spec_target_max_model_len"),
+        **with_reason("affects only outputs, and pooling models are refused", "pooler_config"),
+        **with_reason("affects only whether vLLM logs a warning", "allow_deprecated_quantization"),
     },
     refused={
         "hf_config_path": "the config comes from another checkpoint",
@@ -142,38 +148,40 @@ MODEL: Final = FieldTables(
 )
 
 MULTIMODAL: Final = FieldTables(
-    of="MultiModalConfig",
+    class_name="MultiModalConfig",
     in_key={
         "mm_processor_kwargs": "part of the spec, where it replaces the preprocessor's values",
         "video_pruning_rate": AS_OVERRIDE,
         "video_pruning_method": AS_OVERRIDE,
     },
     harmless={
-        **listed("affects the number of media, not their content", "language_model_only limit_per_prompt"),
-        **listed(
+        **with_reason(
+            "affects the number of media, not their content", "language_model_only limit_per_prompt"
+        ),
+        **with_reason(
             "embeddings from clients have no embedding key",
             "enable_mm_embeds allow_missing_mm_embeddings",
         ),
-        **listed("decoded media are part of the key", "media_io_kwargs"),
-        **listed(
+        **with_reason("decoded media are part of the key", "media_io_kwargs"),
+        **with_reason(
             "normalises pixels on the device or before the copy to the device", "mm_device_do_normalize"
         ),
-        **listed(
+        **with_reason(
             "affects where processed inputs are buffered",
             """
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
             mm_tensor_ipc mm_ipc_gpu_memory_gb
             """,
         ),
-        **listed("affects vLLM's own names of media, which cornplug replaces", "mm_hasher_algorithm"),
-        **listed("affects whether the engine has a language model", "mm_encoder_only"),
-        **listed("affects which rank computes which rows", "mm_encoder_tp_mode"),
-        **listed("selects another kernel for the same attention", "mm_encoder_attn_backend"),
-        **listed(
+        **with_reason("affects vLLM's own names of media, which cornplug replaces", "mm_hasher_algorithm"),
+        **with_reason("affects whether the engine has a language model", "mm_encoder_only"),
+        **with_reason("affects which rank computes which rows", "mm_encoder_tp_mode"),
+        **with_reason("selects another kernel for the same attention", "mm_encoder_attn_backend"),
+        **with_reason(
             "only written, never read", "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin"
         ),
-        **listed("affects only the tokens, which are part of the key", "interleave_mm_strings"),
-        **listed("memory", "skip_mm_profiling"),
+        **with_reason("affects only the tokens, which are part of the key", "interleave_mm_strings"),
+        **with_reason("memory", "skip_mm_profiling"),
     },
     refused={
         "mm_encoder_attn_dtype": "the tower quantises attention, with scales that may depend on its inputs",
@@ -183,10 +191,10 @@ MULTIMODAL: Final = FieldTables(
 )
 
 LOAD: Final = FieldTables(
-    of="LoadConfig",
+    class_name="LoadConfig",
     in_key={"model_loader_extra_config": "refused, except for options that only affect speed"},
     harmless={
-        **listed(
+        **with_reason(
             "how files are read",
             """
             safetensors_prefetch_num_threads safetensors_prefetch_block_size device use_tqdm_on_load
@@ -209,50 +217,52 @@ LOAD: Final = FieldTables(
 )
 
 CACHE: Final = FieldTables(
-    of="CacheConfig",
+    class_name="CacheConfig",
     in_key={
-        **listed("part of the page geometry, which refuses unknown dtypes", "cache_dtype"),
-        **listed("like `ModelConfig.hf_config`", "sliding_window"),
+        **with_reason("part of the page geometry, which refuses unknown dtypes", "cache_dtype"),
+        **with_reason("like `ModelConfig.hf_config`", "sliding_window"),
     },
     harmless={
-        **listed(
+        **with_reason(
             "affects the layout of the engine's cache, while pages have their own layout",
             """
             block_size user_specified_block_size kv_cache_layout effective_attention_block_size
             _block_size_resolved hash_block_size
             """,
         ),
-        **listed("affects only hits of the engine's own cache", "prefix_match_unit enable_prefix_caching"),
-        **listed(
+        **with_reason(
+            "affects only hits of the engine's own cache", "prefix_match_unit enable_prefix_caching"
+        ),
+        **with_reason(
             "affects only hits of the engine's own cache",
             "prefix_cache_retention_interval cache_hit_alignment_tokens",
         ),
-        **listed("KV from hits by a weak hash is not saved (page_keys.py)", "prefix_caching_hash_algo"),
-        **listed(
+        **with_reason("KV from hits by a weak hash is not saved (page_keys.py)", "prefix_caching_hash_algo"),
+        **with_reason(
             "amount of memory",
             """
             gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
             kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes
             """,
         ),
-        **listed(
+        **with_reason(
             "configures another connector, and KV that it loads is not saved (page_keys.py)",
             "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
-        **listed(
+        **with_reason(
             "the page geometry contains shapes, dtypes and tokens",
             "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype",
         ),
-        **listed("states are shared in one mode and refused in all other modes", "mamba_cache_mode"),
-        **listed(
+        **with_reason("states are shared in one mode and refused in all other modes", "mamba_cache_mode"),
+        **with_reason(
             "selects which states vLLM caches, each by the hash of its tokens",
             "enable_mamba_shared_prefix_checkpoint",
         ),
-        **listed(
+        **with_reason(
             "vLLM does not allow a KV connector with it",
             "use_replayssm use_kda_recoverssm replayssm_buffer_len",
         ),
-        **listed(
+        **with_reason(
             "KV of models with such layers is refused",
             "is_attention_free skip_page_size_padded swa_bounded_replay",
         ),
@@ -261,36 +271,36 @@ CACHE: Final = FieldTables(
         "kv_cache_dtype_skip_layers": "some layers have another KV dtype",
         "kv_sharing_fast_prefill": "some layers write no KV",
     },
-    not_in_all=frozenset({"simple_cpu_offload_num_blocks"}),
+    release_dependent=frozenset({"simple_cpu_offload_num_blocks"}),
 )
 
 
 PARALLEL: Final = FieldTables(
-    of="ParallelConfig",
+    class_name="ParallelConfig",
     in_key={
         "all2all_backend": AS_OVERRIDE,
         "enable_hc_sp": AS_OVERRIDE,
     },
     harmless={
-        **listed(
+        **with_reason(
             "a page contains the whole model",
             """
             pipeline_parallel_size tensor_parallel_size world_size enable_expert_parallel
             enable_ep_weight_filter expert_placement_strategy enable_eplb eplb_config
             """,
         ),
-        **listed("KV is not shared if ranks split a sequence", "prefill_context_parallel_size"),
-        **listed(
+        **with_reason("KV is not shared if ranks split a sequence", "prefill_context_parallel_size"),
+        **with_reason(
             "KV is not shared if ranks split a sequence", "decode_context_parallel_size dcp_comm_backend"
         ),
-        **listed(
+        **with_reason(
             "KV is not shared if ranks split a sequence", "dcp_kv_cache_interleave_size dcp_q_replicate"
         ),
-        **listed(
+        **with_reason(
             "KV is not shared if ranks split a sequence",
             "cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size",
         ),
-        **listed(
+        **with_reason(
             "affects the number and index of replicas",
             """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
@@ -298,14 +308,14 @@ PARALLEL: Final = FieldTables(
             data_parallel_backend enable_elastic_ep elastic_ep_max_dp_size rank node_rank nnodes
             """,
         ),
-        **listed(
+        **with_reason(
             "addresses",
             """
             data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port master_addr
             master_port _data_parallel_master_port_list _coord_store_port
             """,
         ),
-        **listed(
+        **with_reason(
             "affects transport and timing",
             """
             dp_sync_interval disable_custom_all_reduce enable_shm_tensor_arena enable_dbo ubatch_size
@@ -314,20 +324,20 @@ PARALLEL: Final = FieldTables(
             fault_tolerance_config
             """,
         ),
-        **listed("affects sampled tokens, which are part of the key", "enable_batch_sharded_sampling"),
-        **listed("derived from the checkpoint", "is_moe_model"),
-        **listed(
+        **with_reason("affects sampled tokens, which are part of the key", "enable_batch_sharded_sampling"),
+        **with_reason("derived from the checkpoint", "is_moe_model"),
+        **with_reason(
             "affects processes and cores",
             "max_parallel_loading_workers ray_workers_use_nsight ray_runtime_env",
         ),
-        **listed(
+        **with_reason(
             "affects processes and cores",
             """
             placement_group numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
             _api_process_count _api_process_rank
             """,
         ),
-        **listed(
+        **with_reason(
             "adds methods without replacing any, and calls of these methods end sharing (weight_updates.py)",
             "worker_extension_cls",
         ),
@@ -342,7 +352,7 @@ PARALLEL: Final = FieldTables(
 )
 
 LORA: Final = FieldTables(
-    of="LoRAConfig",
+    class_name="LoRAConfig",
     in_key={
         "lora_dtype": AS_OVERRIDE,
         "target_modules": AS_OVERRIDE,
@@ -350,26 +360,26 @@ LORA: Final = FieldTables(
         "enable_moe_shared_loras": AS_OVERRIDE,
     },
     harmless={
-        **listed(
+        **with_reason(
             "limits adapters, and a larger adapter is an error", "max_lora_rank max_loras max_cpu_loras"
         ),
-        **listed(
+        **with_reason(
             "distributes or dispatches the same product differently",
             "fully_sharded_loras specialize_active_lora",
         ),
-        **listed("applied as the request's own adapter, which is part of the key", "default_mm_loras"),
-        **listed("embeddings of such requests get no embedding key", "enable_tower_connector_lora"),
-        **listed("affects only outputs", "max_lora_cls_labels"),
+        **with_reason("applied as the request's own adapter, which is part of the key", "default_mm_loras"),
+        **with_reason("embeddings of such requests get no embedding key", "enable_tower_connector_lora"),
+        **with_reason("affects only outputs", "max_lora_cls_labels"),
     },
     refused={},
 )
 
 
 SPECULATIVE: Final = FieldTables(
-    of="SpeculativeConfig",
+    class_name="SpeculativeConfig",
     in_key={},
-    harmless=listed(
-        _PROPOSES,
+    harmless=with_reason(
+        _ONLY_PROPOSALS,
         """
         enforce_eager num_speculative_tokens model method draft_tensor_parallel_size tensor_parallel_size
         quantization moe_backend attention_backend kv_cache_dtype max_model_len revision code_revision
@@ -385,7 +395,7 @@ SPECULATIVE: Final = FieldTables(
         """,
     ),
     refused={},
-    not_in_all=frozenset(
+    release_dependent=frozenset(
         {"disable_lookahead_block_hashes", "draft_lm_head_quantization", "xpress_topc"}
         | {"fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"}
     ),

@@ -24,21 +24,21 @@ from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
-from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_folder
-from cornplug.vllm_connector.several_connectors import has_ours
+from cornplug.vllm_connector.flags import has_ours
+from cornplug.vllm_connector.model.model_config import draft_config_with_kv, require_same_tensors
 
-_LEFT_OUT: Final = "_cornplug_left_out"
+_LEFT_OUT_ATTRIBUTE: Final = "_cornplug_left_out"
 """Name of the worker attribute with the names of the parameters that the worker's last reload did not load.
 The attribute is None if these names are unknown."""
-RELOAD: Final = "reload_weights"
+RELOAD_METHOD: Final = "reload_weights"
 """Name of the worker method that reloads weights."""
-TRANSFER: Final = "_cornplug_transfer"
+TRANSFER_ATTRIBUTE: Final = "_cornplug_transfer"
 """Name of the engine core attribute with the trainer's weight update that has no version yet
 (`weight_updates`). The attribute is None if there is no such update."""
-_LOADED: Final = "_cornplug_loaded"
-"""Name of the engine core attribute with the `Loaded` weights while blocks may still contain KV of other
-weights. The attribute is None otherwise."""
-_VOTE_S: Final = 600.0
+_LOADED_ATTRIBUTE: Final = "_cornplug_loaded"
+"""Name of the engine core attribute with the `LoadedWeights` weights while blocks may still contain KV of
+other weights. The attribute is None otherwise."""
+_VOTE_TIMEOUT_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
 
@@ -46,7 +46,7 @@ def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any
     result = original(worker, **kwargs)
     config = worker.vllm_config
     if has_cornplug(config) and not kwargs.get("load_dummy_weights"):
-        _check(worker.model_runner.get_model(), config)
+        _check_loaded_model(worker.model_runner.get_model(), config)
     return result
 
 
@@ -67,7 +67,7 @@ def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwa
         told.append(load(weights))
         return told[-1]
 
-    setattr(worker, _LEFT_OUT, None)
+    setattr(worker, _LEFT_OUT_ATTRIBUTE, None)
     model.load_weights = load_weights
     try:
         result = original(worker, *args, **kwargs)
@@ -76,7 +76,7 @@ def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwa
     if len(told) == 1 and told[0] is not None:
         # With LoRA, layers are wrapped, but the model reports the names of the inner layers.
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-        setattr(worker, _LEFT_OUT, sorted(names - told[0]))
+        setattr(worker, _LEFT_OUT_ATTRIBUTE, sorted(names - told[0]))
     return result
 
 
@@ -86,7 +86,7 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     timestamps."""
     worker = getattr(worker, "worker", worker)
     described, folder = worker.vllm_config.model_config, worker.vllm_config.load_config.download_dir
-    left_out = getattr(worker, _LEFT_OUT, None)
+    left_out = getattr(worker, _LEFT_OUT_ATTRIBUTE, None)
     if left_out is None:
         return "", "the model does not report which parameters it loaded"
     if left_out:
@@ -96,8 +96,8 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     try:
         checkpoint = Checkpoint.open(described.model, described.revision, cache_dir=folder)
         path = checkpoint.path.resolve()
-        name, compared = weights_guard.differing(worker.model_runner.get_model(), checkpoint)
-        changed = checkpoint.changed_since(began_ns)
+        name, compared = weights_guard.find_difference(worker.model_runner.get_model(), checkpoint)
+        changed = checkpoint.find_changed_file(began_ns)
     except CheckpointError as e:
         return "", str(e)
     if name is not None:
@@ -107,20 +107,20 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     return str(path), "" if compared else "no tensor could be compared"
 
 
-def _check(model: Any, config: Any) -> None:
-    from cornplug.vllm_connector.model.setting_verdicts import of_everything
+def _check_loaded_model(model: Any, config: Any) -> None:
+    from cornplug.vllm_connector.model.setting_verdicts import judge_common
 
-    if of_everything(config).refusals:
+    if judge_common(config).refusals:
         return  # Other settings already prevent sharing.
     described, folder = config.model_config, config.load_config.download_dir
-    weights_guard.check_loaded(
+    weights_guard.check_loaded_weights(
         model,
         lambda: Checkpoint.open(described.model, described.revision, cache_dir=folder),
         compat.logger,
     )
 
 
-class Loaded(NamedTuple):
+class LoadedWeights(NamedTuple):
     """Weights that all ranks have loaded in an epoch. `name` is the folder, or the name that a trainer gave
     them."""
 
@@ -131,7 +131,7 @@ class Loaded(NamedTuple):
     is_version: bool = False
 
 
-def reload(
+def handle_reload(
     original: Callable[..., Any],
     core: Any,
     method: str,
@@ -144,72 +144,73 @@ def reload(
     if not has_cornplug(core.vllm_config):
         return original(core, method, timeout, args, kwargs)
     began_ns = engine_state.file_clock_ns()
-    epoch = begin(core, RELOAD)
+    epoch = begin_weight_update(core, RELOAD_METHOD)
     path, why = "", "vLLM failed"
-    excluded = _excluded(core, args, kwargs or {})
+    excluded = _reload_refusal(core, args, kwargs or {})
     try:
         result = original(core, method, timeout, args, kwargs)
-        path, why = ("", excluded) if excluded else _loaded(core, began_ns)
+        path, why = ("", excluded) if excluded else _collect_votes(core, began_ns)
     finally:
         if why:
-            weights_guard.end_sharing(f"weights replaced by {RELOAD}: {why}", compat.logger)
+            weights_guard.end_sharing(f"weights replaced by {RELOAD_METHOD}: {why}", compat.logger)
     if not why:
-        hold(core, Loaded(epoch, path, began_ns))
+        resume_when_unused(core, LoadedWeights(epoch, path, began_ns))
     return result
 
 
-def begin(core: Any, by: str) -> int:
-    """Begin an epoch in which the call named `by` replaces an engine core's weights, and return the epoch."""
-    setattr(core, _LOADED, None)
-    setattr(core, TRANSFER, None)
-    return weights_guard.begin_update(by, compat.logger)
+def begin_weight_update(core: Any, call_name: str) -> int:
+    """Begin an epoch in which the call named `call_name` replaces an engine core's weights, and return the
+    epoch."""
+    setattr(core, _LOADED_ATTRIBUTE, None)
+    setattr(core, TRANSFER_ATTRIBUTE, None)
+    return weights_guard.begin_update(call_name, compat.logger)
 
 
-def hold(core: Any, loaded: Loaded) -> None:
+def resume_when_unused(core: Any, weights: LoadedWeights) -> None:
     """Let the engine share KV and embeddings that it computes with these weights: immediately, or after the
     next reset of its prefix cache."""
-    setattr(core, _LOADED, loaded)
-    _settle(core)
+    setattr(core, _LOADED_ATTRIBUTE, weights)
+    _resume_if_unused(core)
 
 
-def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _reload_refusal(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the reason why cornplug cannot identify the weights that this call of `reload_weights` loads, or
     "" if it can."""
-    if not _from_files(args, kwargs):
+    if not _reads_checkpoint(args, kwargs):
         return "the tensors do not come from a checkpoint"
-    return excluded_engine(core)
+    return engine_refusal(core)
 
 
-def excluded_engine(core: Any) -> str:
+def engine_refusal(core: Any) -> str:
     """Return the reason why cornplug cannot identify new weights of this engine, or "" if it can."""
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {
-        "cornplug could not identify the previous weights": state.unknown(),
+        "cornplug could not identify the previous weights": state.has_unknown_weights(),
         # The votes of several replicas or several hosts are not combined.
-        "data parallelism, several engines in a process, or several hosts": not state.one_core()
+        "data parallelism, several engines in a process, or several hosts": not state.has_one_core()
         or parallel.data_parallel_size > 1
         or parallel.nnodes > 1
         or parallel.distributed_executor_backend not in ("mp", "uni"),
         "expert load balancing moves experts": parallel.enable_eplb,
         "quantised weights": model.quantization or declares_quantization(model.hf_config),
-        "the engine has a draft model, which has other weights": drafts_with_kv(config) is not None,
+        "the engine has a draft model, which has other weights": draft_config_with_kv(config) is not None,
     }
     return next((why for why, holds in found.items() if holds), "")
 
 
-def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _reads_checkpoint(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether `GPUModelRunner.reload_weights` with these arguments reads a checkpoint."""
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     tensors, plain = given.get("weights_iterator"), given.get("is_checkpoint_format", True)
     return tensors is None and plain is True and given.keys() <= set(_ARGUMENTS)
 
 
-def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
+def _collect_votes(core: Any, began_ns: int) -> tuple[str, str]:
     """Return (folder whose weights every rank has loaded, ""), or ("", reason why there is no such
     folder)."""
     try:
-        votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
+        votes = core.model_executor.collective_rpc(rank_vote, _VOTE_TIMEOUT_S, (began_ns,))
     except (RuntimeError, TimeoutError) as e:
         # If a rank has died, the engine ends anyway and the reload is over.
         return "", f"the ranks did not reply: {e}"
@@ -219,22 +220,22 @@ def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
         return "", why or "the ranks read different folders"
     [path] = folders
     try:
-        require_folder(path, began_ns)
+        require_same_tensors(path, began_ns)
     except CheckpointError as e:
         return "", str(e)
     return path, ""
 
 
-def _settle(core: Any) -> None:
+def _resume_if_unused(core: Any) -> None:
     """Let the engine share with its new weights, unless a block may still contain KV of the previous
     weights."""
-    loaded: Loaded | None = getattr(core, _LOADED, None)
+    loaded: LoadedWeights | None = getattr(core, _LOADED_ATTRIBUTE, None)
     if loaded is None:
         return
-    if not _no_block_is_used(core):
+    if not _is_cache_empty(core):
         compat.logger.info("cornplug: this engine resumes sharing when its prefix cache is reset")
         return
-    setattr(core, _LOADED, None)
+    setattr(core, _LOADED_ATTRIBUTE, None)
     if loaded.is_version:
         engine_state.current().end_named_update(loaded.epoch, loaded.name)
     else:
@@ -244,7 +245,7 @@ def _settle(core: Any) -> None:
     )
 
 
-def _no_block_is_used(core: Any) -> bool:
+def _is_cache_empty(core: Any) -> bool:
     """Return whether the engine's KV cache is empty: no request holds a block and no block is cached."""
     pool = core.scheduler.kv_cache_manager.block_pool
     # vLLM makes the same test before a reset. The null block is always in use.
@@ -254,14 +255,14 @@ def _no_block_is_used(core: Any) -> bool:
 
 def _reset_prefix_cache(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(core, *args, **kwargs)
-    _settle(core)
+    _resume_if_unused(core)
     return result
 
 
 def _scheduler_init(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     original(scheduler, *args, **kwargs)
     if has_cornplug(scheduler.vllm_config):
-        engine_state.current().core_began()
+        engine_state.current().record_core_start()
 
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (

@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Final
 
 from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables
-from cornplug.vllm_connector.model.model_fields import listed
+from cornplug.vllm_connector.model.model_fields import with_reason
 
 _OWN_TABLE: Final = "covered by its own tables"
-_DISPATCH: Final = "dispatches the same operations differently"
-_WHEN: Final = "affects the order of tokens and the composition of batches"
+_OTHER_DISPATCH: Final = "dispatches the same operations differently"
+_ONLY_ORDER: Final = "affects the order of tokens and the composition of batches"
 
 VLLM: Final = FieldTables(
-    of="VllmConfig",
+    class_name="VllmConfig",
     in_key={
         "additional_config": AS_OVERRIDE,
-        **listed(
+        **with_reason(
             _OWN_TABLE,
             """
             model_config cache_config parallel_config scheduler_config load_config offload_config
@@ -31,28 +31,30 @@ VLLM: Final = FieldTables(
         "quant_config": "derived from the checkpoint and ModelConfig.quantization",
     },
     harmless={
-        **listed("runs the same operations on another device", "device_config"),
-        **listed("affects sampled tokens, which are part of the key", "watermark_config"),
-        **listed(
+        **with_reason("runs the same operations on another device", "device_config"),
+        **with_reason("affects sampled tokens, which are part of the key", "watermark_config"),
+        **with_reason(
             "affects sampled tokens, which are part of the key", "structured_outputs_config reasoning_config"
         ),
-        **listed("affects only outputs", "aux_output_config"),
-        **listed("affects only logs and measurements", "observability_config logging_config profiler_config"),
-        **listed("KV that other connectors load is not saved (page_keys.py)", "kv_transfer_config"),
-        **listed("embeddings are identified by their content", "ec_transfer_config"),
-        **listed("only written, never read", "kv_events_config"),
-        **listed("weight updates end sharing (weight_updates.py)", "weight_transfer_config"),
-        **listed(
+        **with_reason("affects only outputs", "aux_output_config"),
+        **with_reason(
+            "affects only logs and measurements", "observability_config logging_config profiler_config"
+        ),
+        **with_reason("KV that other connectors load is not saved (page_keys.py)", "kv_transfer_config"),
+        **with_reason("embeddings are identified by their content", "ec_transfer_config"),
+        **with_reason("only written, never read", "kv_events_config"),
+        **with_reason("weight updates end sharing (weight_updates.py)", "weight_transfer_config"),
+        **with_reason(
             "sets fields of other classes, which have their own tables", "optimization_level performance_mode"
         ),
-        **listed("affects only names and times", "instance_id shutdown_timeout watchdog_config"),
+        **with_reason("affects only names and times", "instance_id shutdown_timeout watchdog_config"),
     },
     refused={},
-    not_in_all=frozenset({"watchdog_config"}),
+    release_dependent=frozenset({"watchdog_config"}),
 )
 
 KERNEL: Final = FieldTables(
-    of="KernelConfig",
+    class_name="KernelConfig",
     # Each kernel quantises the activations differently if the weights are quantised.
     in_key={
         "linear_backend": AS_OVERRIDE,
@@ -62,7 +64,7 @@ KERNEL: Final = FieldTables(
         "sparse_indexer_topk_backend": AS_OVERRIDE,
         "ir_op_priority": _OWN_TABLE,
     },
-    harmless=listed(
+    harmless=with_reason(
         "selects the fastest of several equivalent kernels, and the time of compilation",
         """
         enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
@@ -70,13 +72,13 @@ KERNEL: Final = FieldTables(
         """,
     ),
     refused={},
-    not_in_all=frozenset({"monokernel"}),
+    release_dependent=frozenset({"monokernel"}),
 )
 
 IR_OPS: Final = FieldTables(
-    of="IrOpPriorityConfig",
+    class_name="IrOpPriorityConfig",
     in_key={},
-    harmless=listed(
+    harmless=with_reason(
         "selects another kernel for the same unquantised norm or activation",
         "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
     ),
@@ -84,7 +86,7 @@ IR_OPS: Final = FieldTables(
 )
 
 ATTENTION: Final = FieldTables(
-    of="AttentionConfig",
+    class_name="AttentionConfig",
     in_key={
         "backend": AS_OVERRIDE,
         "backend_per_kind": AS_OVERRIDE,
@@ -101,7 +103,7 @@ ATTENTION: Final = FieldTables(
         "use_trtllm_attention": AS_OVERRIDE,
     },
     harmless={
-        **listed(
+        **with_reason(
             "affects only the order of additions",
             """
             flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
@@ -109,8 +111,10 @@ ATTENTION: Final = FieldTables(
             flex_attn_kv_block_size
             """,
         ),
-        **listed("memory", "sparse_mla_prefill_workspace_factor"),
-        **listed("affects which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
+        **with_reason("memory", "sparse_mla_prefill_workspace_factor"),
+        **with_reason(
+            "affects which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"
+        ),
     },
     refused={},
     # Backends are compared by name (see `setting_verdicts`). Backends for full attention in the same dtype as
@@ -122,24 +126,26 @@ ATTENTION: Final = FieldTables(
             | {"CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "ROCM_AITER_MLA", "TRITON_MLA"}
         ),
     },
-    not_in_all=frozenset({"indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend"}),
+    release_dependent=frozenset(
+        {"indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend"}
+    ),
 )
 
 COMPILATION: Final = FieldTables(
-    of="CompilationConfig",
+    class_name="CompilationConfig",
     in_key={
         "inductor_compile_config": "all options are part of the key, except options that only affect speed",
-        **listed(_OWN_TABLE, "pass_config dynamic_shapes_config"),
+        **with_reason(_OWN_TABLE, "pass_config dynamic_shapes_config"),
     },
     harmless={
-        **listed(
-            _DISPATCH,
+        **with_reason(
+            _OTHER_DISPATCH,
             """
             mode custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder compile_sizes
             compile_ranges_endpoints use_inductor_graph_partition fast_moe_cold_start
             """,
         ),
-        **listed(
+        **with_reason(
             "replays the same kernels from a graph",
             """
             cudagraph_mm_encoder encoder_cudagraph_token_budgets
@@ -149,7 +155,7 @@ COMPILATION: Final = FieldTables(
             cudagraph_specialize_lora max_cudagraph_capture_size
             """,
         ),
-        **listed(
+        **with_reason(
             "contains files, counts and state of the compiler",
             """
             debug_dump_path cache_dir compile_cache_save_format local_cache_dir enabled_custom_ops
@@ -176,9 +182,9 @@ HARMLESS_INDUCTOR: Final = frozenset(
 equivalent kernels."""
 
 PASSES: Final = FieldTables(
-    of="PassConfig",
+    class_name="PassConfig",
     in_key={},
-    harmless=listed(
+    harmless=with_reason(
         "fuses the same operations, as vLLM selects by platform and optimisation level",
         """
         fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms
@@ -191,20 +197,20 @@ PASSES: Final = FieldTables(
 )
 
 SHAPES: Final = FieldTables(
-    of="DynamicShapesConfig",
+    class_name="DynamicShapesConfig",
     in_key={},
-    harmless=listed(_DISPATCH, "type evaluate_guards assume_32_bit_indexing"),
+    harmless=with_reason(_OTHER_DISPATCH, "type evaluate_guards assume_32_bit_indexing"),
     refused={},
 )
 
 SCHEDULER: Final = FieldTables(
-    of="SchedulerConfig",
+    class_name="SchedulerConfig",
     in_key={},
     harmless={
-        **listed("pooling models are refused by ModelConfig.runner", "runner_type"),
-        **listed("derived from the checkpoint", "is_multimodal_model"),
-        **listed(
-            _WHEN,
+        **with_reason("pooling models are refused by ModelConfig.runner", "runner_type"),
+        **with_reason("derived from the checkpoint", "is_multimodal_model"),
+        **with_reason(
+            _ONLY_ORDER,
             """
             max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
             long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_queued_reqs
@@ -213,35 +219,40 @@ SCHEDULER: Final = FieldTables(
             prefill_schedule_interval async_scheduling stream_interval
             """,
         ),
-        **listed("memory", "encoder_cache_size disable_hybrid_kv_cache_manager"),
+        **with_reason("memory", "encoder_cache_size disable_hybrid_kv_cache_manager"),
     },
     refused={},
 )
 
-_WHERE: Final = "affects the location of the weights in memory"
+_ONLY_LOCATION: Final = "affects the location of the weights in memory"
 
 OFFLOAD: Final = FieldTables(
-    of="OffloadConfig", in_key={}, harmless=listed(_WHERE, "offload_backend uva prefetch"), refused={}
+    class_name="OffloadConfig",
+    in_key={},
+    harmless=with_reason(_ONLY_LOCATION, "offload_backend uva prefetch"),
+    refused={},
 )
 
 ENGRAM: Final = FieldTables(
-    of="EngramConfig",
+    class_name="EngramConfig",
     in_key={},
-    harmless=listed(_WHERE, "cpu_offload embedding_across_dp dp_shared_memory use_thp"),
+    harmless=with_reason(_ONLY_LOCATION, "cpu_offload embedding_across_dp dp_shared_memory use_thp"),
     refused={},
 )
 
 DIFFUSION: Final = FieldTables(
-    of="DiffusionConfig",
+    class_name="DiffusionConfig",
     in_key={"canvas_length": AS_OVERRIDE, "max_denoising_steps": AS_OVERRIDE},
     harmless={},
     refused={},
 )
 
 EC_MANAGER: Final = FieldTables(
-    of="EncoderCacheManagerConfig",
+    class_name="EncoderCacheManagerConfig",
     in_key={},
-    harmless=listed("contains arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
+    harmless=with_reason(
+        "contains arguments of the class, which is vLLM's or cornplug's own", "manager_config"
+    ),
     refused={"encoder_cache_manager_cls": "code outside vLLM manages embeddings"},
     same_as_default={
         "encoder_cache_manager_cls": frozenset(

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
-from cornplug.engine_common.engine_config import FieldTables, SettingsVerdict, defaults_of, judge, plain
+from cornplug.engine_common.engine_config import (
+    FieldTables,
+    SettingsVerdict,
+    default_values,
+    judge_fields,
+    to_json_value,
+)
 from cornplug.engine_common.model_identity import declares_quantization
 from cornplug.vllm_connector.model.model_fields import (
     CACHE,
@@ -50,45 +56,45 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-_OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.")
+_VLLM_MODULES: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.")
 
 
-def of_everything(config: VllmConfig) -> SettingsVerdict:
+def judge_common(config: VllmConfig) -> SettingsVerdict:
     """Return the verdict on settings that change both embeddings and KV.
 
     Covers the settings for the model, loading, parallelism, kernels, compilation, code and environment.
     """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
-    found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
-    found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
-    found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
-    found |= _runtime(config) | _compilation(getattr(config, "compilation_config", None))
-    return found | judge_code(config.model_config) | _environment(config)
+    found = _judge_class(MODEL, ModelConfig, config.model_config) | _judge_model(config.model_config)
+    found |= _judge_class(LOAD, LoadConfig, config.load_config) | _judge_loader(config.load_config)
+    found |= _judge_parallel(ParallelConfig, getattr(config, "parallel_config", None))
+    found |= _judge_runtime(config) | _judge_compilation(getattr(config, "compilation_config", None))
+    return found | judge_code(config.model_config) | _judge_environment(config)
 
 
-def of_embeddings(config: VllmConfig) -> SettingsVerdict:
+def judge_embeddings(config: VllmConfig) -> SettingsVerdict:
     """Return the verdict on settings that change only embeddings. KV depends on embedding keys, so these
     settings also affect KV."""
     from vllm.config import MultiModalConfig
 
-    return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
+    return _judge_class(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
 
 
-def of_kv(config: VllmConfig) -> SettingsVerdict:
+def judge_kv(config: VllmConfig) -> SettingsVerdict:
     """Return the verdict on settings that change only KV."""
     from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
 
-    cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
-    states = _judged(MAMBA, MambaConfig, getattr(config, "mamba_config", None))
-    drafts = _judged(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
+    cache = _judge_class(CACHE, CacheConfig, getattr(config, "cache_config", None))
+    states = _judge_class(MAMBA, MambaConfig, getattr(config, "mamba_config", None))
+    drafts = _judge_class(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
     lora = getattr(config, "lora_config", None)
-    values = _values(LoRAConfig, lora)
+    values = _field_values(LoRAConfig, lora)
     if getattr(lora, "lora_dtype", None) in ("auto", config.model_config.dtype):
         values["lora_dtype"] = "auto"
     elif lora is not None:
         values["lora_dtype"] = str(lora.lora_dtype)
-    return cache | states | drafts | judge(LORA, values, defaults_of(LoRAConfig))
+    return cache | states | drafts | judge_fields(LORA, values, default_values(LoRAConfig))
 
 
 def judge_code(model: Any) -> SettingsVerdict:
@@ -107,7 +113,7 @@ def judge_code(model: Any) -> SettingsVerdict:
     refusals: dict[str, str] = {}
     for name, registered in registry.models.items():
         module = _module_of(registered)
-        if module.startswith(_OURS):
+        if module.startswith(_VLLM_MODULES):
             continue
         if name == chosen or name in _VLLM_MODELS:
             refusals[f"model class {name}"] = f"it is defined by {module}, not by vLLM"
@@ -143,19 +149,19 @@ def _foreign_processor(registered: Any) -> str | None:
     factories = getattr(getattr(module, name, None), "_processor_factory", None)
     parts = [getattr(factories, part, None) for part in ("info", "processor", "dummy_inputs")]
     found = [str(getattr(part, "__module__", "")) for part in parts if part is not None]
-    return next((where for where in found if not where.startswith(_OURS)), None)
+    return next((where for where in found if not where.startswith(_VLLM_MODULES)), None)
 
 
-def _values(config_class: Any, found: Any) -> dict[str, Any]:
+def _field_values(config_class: Any, instance: Any) -> dict[str, Any]:
     names = (one.name for one in dataclasses.fields(config_class))
-    return {name: getattr(found, name) for name in names if hasattr(found, name)}
+    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
 
-def _judged(tables: FieldTables, config_class: Any, found: Any) -> SettingsVerdict:
-    return judge(tables, _values(config_class, found), defaults_of(config_class))
+def _judge_class(tables: FieldTables, config_class: Any, instance: Any) -> SettingsVerdict:
+    return judge_fields(tables, _field_values(config_class, instance), default_values(config_class))
 
 
-def _model(model: Any) -> SettingsVerdict:
+def _judge_model(model: Any) -> SettingsVerdict:
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
     if callable(model.hf_overrides):
@@ -169,7 +175,7 @@ def _model(model: Any) -> SettingsVerdict:
     return SettingsVerdict(overrides, refusals)
 
 
-def _loader(load: Any) -> SettingsVerdict:
+def _judge_loader(load: Any) -> SettingsVerdict:
     options = getattr(load, "model_loader_extra_config", None) or {}
     unknown = (
         sorted(set(options) - HARMLESS_LOADER_OPTIONS) if isinstance(options, Mapping) else ["its class"]
@@ -180,18 +186,18 @@ def _loader(load: Any) -> SettingsVerdict:
     return SettingsVerdict({}, {"LoadConfig.model_loader_extra_config": why})
 
 
-def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
-    values = _values(config_class, parallel)
+def _judge_parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
+    values = _field_values(config_class, parallel)
     # A class from vLLM counts as the default, whether the platform or the operator selected it.
     for name in ("worker_cls", "distributed_executor_backend"):
         value = values.get(name)
         where = value if isinstance(value, str) else getattr(value, "__module__", "")
         if where.startswith("vllm."):
             del values[name]
-    return judge(PARALLEL, values, defaults_of(config_class))
+    return judge_fields(PARALLEL, values, default_values(config_class))
 
 
-def _runtime(config: Any) -> SettingsVerdict:
+def _judge_runtime(config: Any) -> SettingsVerdict:
     """Return the verdict on kernels, attention, scheduling, the smaller config classes, and VllmConfig's own
     fields."""
     from vllm import config as classes
@@ -204,14 +210,14 @@ def _runtime(config: Any) -> SettingsVerdict:
     def of(name: str) -> Any:
         return getattr(config, name, None)
 
-    found = judge(VLLM, _values(VllmConfig, config), {"additional_config": {}})
-    attention = _values(classes.AttentionConfig, of("attention_config"))
+    found = judge_fields(VLLM, _field_values(VllmConfig, config), {"additional_config": {}})
+    attention = _field_values(classes.AttentionConfig, of("attention_config"))
     backend = attention.get("backend")
     if backend is not None:
         # Compare backends by name. The enum's value is a class path, which operators may replace for some
         # names.
         attention["backend"] = getattr(backend, "name", backend)
-    found |= judge(ATTENTION, attention, defaults_of(classes.AttentionConfig))
+    found |= judge_fields(ATTENTION, attention, default_values(classes.AttentionConfig))
     kernel = of("kernel_config")
     for tables, config_class, value in (
         (KERNEL, classes.KernelConfig, kernel),
@@ -222,42 +228,42 @@ def _runtime(config: Any) -> SettingsVerdict:
         (DIFFUSION, DiffusionConfig, of("diffusion_config")),
         (EC_MANAGER, EncoderCacheManagerConfig, of("ec_manager_config")),
     ):
-        found |= _judged(tables, config_class, value)
+        found |= _judge_class(tables, config_class, value)
     return found
 
 
-def _compilation(compilation: Any) -> SettingsVerdict:
+def _judge_compilation(compilation: Any) -> SettingsVerdict:
     from vllm.config import CompilationConfig
     from vllm.config.compilation import DynamicShapesConfig, PassConfig
 
-    found = _judged(COMPILATION, CompilationConfig, compilation)
-    found |= _judged(PASSES, PassConfig, getattr(compilation, "pass_config", None))
-    found |= _judged(SHAPES, DynamicShapesConfig, getattr(compilation, "dynamic_shapes_config", None))
+    found = _judge_class(COMPILATION, CompilationConfig, compilation)
+    found |= _judge_class(PASSES, PassConfig, getattr(compilation, "pass_config", None))
+    found |= _judge_class(SHAPES, DynamicShapesConfig, getattr(compilation, "dynamic_shapes_config", None))
     options = getattr(compilation, "inductor_compile_config", None) or {}
     name = "CompilationConfig.inductor_compile_config"
     counted = {key: value for key, value in options.items() if key not in HARMLESS_INDUCTOR}
     if not counted:
         return found
     try:
-        return found | SettingsVerdict({name: plain(counted)}, {})
+        return found | SettingsVerdict({name: to_json_value(counted)}, {})
     except TypeError as e:
         return found | SettingsVerdict({}, {name: f"cornplug cannot identify its value: {e}"})
 
 
-def _environment(config: Any) -> SettingsVerdict:
+def _judge_environment(config: Any) -> SettingsVerdict:
     from vllm import envs
 
     known = sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))
     known += PRECISION_VARIABLES
     given = {name: os.environ[name] for name in known if name in os.environ}
     counted = {n: v for n, v in given.items() if v and not HARMLESS_VARIABLES.fullmatch(n)}
-    if _in_folders(config):
+    if _are_models_local(config):
         counted.pop(HUB_VARIABLE, None)
     refusals = {f"environment {n}": REFUSED_VARIABLES[n] for n in counted if n in REFUSED_VARIABLES}
     return SettingsVerdict({f"environment {n}": v for n, v in counted.items()}, refusals)
 
 
-def _in_folders(config: Any) -> bool:
+def _are_models_local(config: Any) -> bool:
     """Return whether the model and the draft model (if any) are local folders."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [config.model_config.model, *([draft.model] if draft is not None else [])]

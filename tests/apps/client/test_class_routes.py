@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.routed_call import RoutesFile, routes_of
+from cornplug.apps.routed_call import RoutesFile, resolve_routes
 from cornplug.errors import ConfigError
 
 TABLE: dict[str, Any] = {
@@ -30,20 +30,20 @@ def written(folder: Path, table: Any = TABLE, name: str = "routes.json") -> Path
 
 
 def test_routes_of_a_launch_s_file_have_weights_priority_and_salt(tmp_path: Path) -> None:
-    route = routes_of("chat", ["text"], written(tmp_path), None)()
+    route = resolve_routes("chat", ["text"], written(tmp_path), None)()
     assert route.engines == {"http://a:8000": 0.75, "http://b:8000": 0.25}
     assert (route.priority, route.cache_salt) == (-2, "acme")
 
 
 def test_routes_of_a_run_folder_are_those_of_its_file(tmp_path: Path) -> None:
     assert (
-        routes_of("chat", ["text"], written(tmp_path).parent, None)()
-        == routes_of("chat", ["text"], tmp_path / "routes.json", "text")()
+        resolve_routes("chat", ["text"], written(tmp_path).parent, None)()
+        == resolve_routes("chat", ["text"], tmp_path / "routes.json", "text")()
     )
 
 
 def test_routes_of_addresses_have_no_fields() -> None:
-    route = routes_of("chat", ["text"], ["http://a:8000/", "http://b:8000"], None)()
+    route = resolve_routes("chat", ["text"], ["http://a:8000/", "http://b:8000"], None)()
     assert route.engines == {"http://a:8000": 1.0, "http://b:8000": 1.0}
     assert (route.priority, route.cache_salt) == (None, None)
 
@@ -51,20 +51,20 @@ def test_routes_of_addresses_have_no_fields() -> None:
 def test_routes_of_the_only_launch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORNPLUG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="0 launches of this user have the class 'chat/text'"):
-        routes_of("chat", ["text"], None, None)
+        resolve_routes("chat", ["text"], None, None)
     written(tmp_path, TABLE, "plan-one/routes.json")
     written(tmp_path, {"other/text": TABLE["chat/text"]}, "plan-two/routes.json")
-    assert "http://a:8000" in routes_of("chat", ["text"], None, None)().engines
+    assert "http://a:8000" in resolve_routes("chat", ["text"], None, None)().engines
     written(tmp_path, TABLE, "plan-three/routes.json")
     with pytest.raises(ConfigError, match=r"routes: 2 launches.*plan-one.*Pass the run folder of one"):
-        routes_of("chat", ["text"], None, None)
+        resolve_routes("chat", ["text"], None, None)
 
 
 def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
     with pytest.raises(ConfigError, match="request: missing; chat has the classes text, picture"):
-        routes_of("chat", ["text", "picture"], ["http://a"], None)
+        resolve_routes("chat", ["text", "picture"], ["http://a"], None)
     with pytest.raises(ConfigError, match=r"request: chat has no class 'pictures'.*picture"):
-        routes_of("chat", ["text", "picture"], ["http://a"], "pictures")
+        resolve_routes("chat", ["text", "picture"], ["http://a"], "pictures")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
 )
 def test_routes_of_wrong_addresses_name_the_remedy(source: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        routes_of("chat", ["text"], source, None)
+        resolve_routes("chat", ["text"], source, None)
     assert words in str(caught.value)
     assert caught.value.remedy
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cornplug.apps.stream_continuation import CHAT, COMPLETIONS, fields_of
+from cornplug.apps.stream_continuation import CHAT, COMPLETIONS, allowed_fields
 
 from .fake_engine import TOLD, engines
 
@@ -36,4 +36,4 @@ def test_fields_of_the_docs_are_those_of_the_code() -> None:
     written = set(re.findall(r"`(\w+)`", text))
     off = {"logprobs", "echo", "frequency_penalty", "presence_penalty", "seed", "stop"}
     """Allowed with the value that means nothing only."""
-    assert written == (fields_of(CHAT) | fields_of(COMPLETIONS)) - off
+    assert written == (allowed_fields(CHAT) | allowed_fields(COMPLETIONS)) - off

@@ -43,7 +43,7 @@ def test_load_poller_dead_and_strange_engines_are_left_out() -> None:
     with engines(3) as (a, b, c):
         a.metrics, b.metrics = VLLM, "vllm:num_requests_waiting what\n"
         poller = LoadPoller(report)
-        poller.poke([a.url, b.url, c.url, "http://127.0.0.1:1"])
+        poller.refresh([a.url, b.url, c.url, "http://127.0.0.1:1"])
         assert came.wait(60)
         assert reports == [{a.url: EngineLoad(7.0, 4.0)}]
 
@@ -53,6 +53,6 @@ def test_load_poller_many_requests_read_once_an_interval() -> None:
     poller = LoadPoller(reports.append, interval_s=0.2)
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
-        poller.poke([])
+        poller.refresh([])
         time.sleep(0.01)
     assert 1 <= len(reports) <= 2

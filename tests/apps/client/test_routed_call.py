@@ -39,12 +39,14 @@ class Scene:
         self.route = route or ClassRoute({url: 1e6**-i for i, url in enumerate(engines)})
         self.poked: list[Mapping[str, float]] = []
         chooser = EngineChooser(clock=self.clock, uniform=lambda: 0.5)
-        self._router = CallRouter(lambda: self.route, chooser, retry_s=retry_s, poke=self.poked.append)
+        self._router = CallRouter(
+            lambda: self.route, chooser, retry_s=retry_s, refresh_loads=self.poked.append
+        )
 
     def call(self, body: Any = ASK, path: str = "/v1/chat/completions", method: str = "POST") -> RoutedCall:
         content = b"" if method == "GET" else json.dumps(body).encode()
         request = httpx.Request(method, f"http://routed.invalid{path}", content=content)
-        return self._router.call(request, content)
+        return self._router.create_call(request, content)
 
 
 def sent(call: RoutedCall) -> httpx.Request:
@@ -81,7 +83,7 @@ def test_routed_call_changed_routes_hold_for_the_next_attempt() -> None:
     call = scene.call()
     sent(call)
     scene.route = ClassRoute({B: 1.0})
-    call.failed(httpx.ConnectError("refused"))
+    call.record_failure(httpx.ConnectError("refused"))
     assert sent(call).url.host == "two"
 
 
@@ -89,7 +91,7 @@ def test_routed_call_pause_of_an_engine_is_every_call_s() -> None:
     scene = Scene(A, retry_s=30.0)
     first, second = scene.call(), scene.call()
     sent(first)
-    assert not first.takes(503, httpx.Headers({"retry-after": "7"}))
+    assert not first.accept_response(503, httpx.Headers({"retry-after": "7"}))
     assert pause(first) == pause(second) == 7.0
     scene.clock.now += 7.0
     assert sent(first).url.host == "one"
@@ -99,7 +101,7 @@ def test_routed_call_date_of_retry_after_is_honoured() -> None:
     scene = Scene(A)
     call = scene.call()
     sent(call)
-    assert call.takes(429, httpx.Headers({"retry-after": "Fri, 28 Nov 2098 12:00:00 GMT"}))
+    assert call.accept_response(429, httpx.Headers({"retry-after": "Fri, 28 Nov 2098 12:00:00 GMT"}))
     past = scene.call()
     assert isinstance(past.next_step(), httpx.Request | RetryPause)
 
@@ -110,7 +112,7 @@ def test_routed_call_busy_engines_are_all_asked_before_a_pause() -> None:
     hosts = []
     for _ in range(2):
         hosts.append(sent(call).url.host)
-        assert not call.takes(429, httpx.Headers({"retry-after": "3"}))
+        assert not call.accept_response(429, httpx.Headers({"retry-after": "3"}))
     assert hosts == ["one", "two"]
     assert pause(call) == 3.0
 
@@ -120,20 +122,20 @@ def test_routed_call_busy_answer_at_the_deadline_is_passed_on() -> None:
     call = scene.call()
     for _ in range(2):
         sent(call)
-        assert not call.takes(503, httpx.Headers({"retry-after": "2"}))
+        assert not call.accept_response(503, httpx.Headers({"retry-after": "2"}))
         scene.clock.now += pause(call)
     sent(call)
-    assert call.takes(503, httpx.Headers({"retry-after": "2"}))
+    assert call.accept_response(503, httpx.Headers({"retry-after": "2"}))
 
 
 def test_routed_call_without_time_for_retries_sends_once() -> None:
     scene = Scene(A, B, retry_s=0.0)
     call = scene.call()
     sent(call)
-    assert call.takes(503, httpx.Headers())
+    assert call.accept_response(503, httpx.Headers())
     other = scene.call()
     sent(other)
-    other.failed(httpx.ConnectError("refused"))
+    other.record_failure(httpx.ConnectError("refused"))
     with pytest.raises(httpx.ConnectError, match="refused"):
         other.next_step()
 
@@ -149,7 +151,7 @@ def test_routed_call_refused_connections_end_at_the_deadline_with_the_last_error
                 scene.clock.now += step.seconds
                 continue
             attempts += 1
-            call.failed(httpx.ConnectError(f"of attempt {attempts}"))
+            call.record_failure(httpx.ConnectError(f"of attempt {attempts}"))
     assert 4 < attempts < 30
     assert 103.0 < scene.clock.now <= 105.0
 
@@ -172,7 +174,7 @@ def test_routed_call_only_a_harmless_request_is_sent_again(
 ) -> None:
     call = Scene(A, B).call(path=path)
     sent(call)
-    call.failed(error)
+    call.record_failure(error)
     if again:
         assert sent(call).url.host == "two"
         return
@@ -185,13 +187,13 @@ def test_routed_call_conversation_returns_to_its_engine_until_it_is_lost() -> No
     body = ASK | {"messages": [{"role": "user", "content": "Hi. " * 600}]}
     first = scene.call(body)
     home = sent(first).url.host
-    assert first.takes(200, JSON)
-    first.closed()
+    assert first.accept_response(200, JSON)
+    first.release_engine()
     busy = [scene.call(ASK | {"messages": [{"role": "user", "content": f"{i}"}]}) for i in range(2)]
     assert {sent(call).url.host for call in busy} == {"one", "two"}
     again = scene.call(body)
     assert sent(again).url.host == home
-    again.failed(httpx.ReadError("lost"))
+    again.record_failure(httpx.ReadError("lost"))
     assert sent(again).url.host != home
 
 
@@ -199,15 +201,15 @@ def test_routed_call_stream_s_rest_has_a_deadline_of_its_own() -> None:
     scene = Scene(A, B, retry_s=5.0)
     call = scene.call(ASK | {"stream": True})
     assert sent(call).headers["accept-encoding"] == "identity"
-    assert call.takes(200, EVENTS)
+    assert call.accept_response(200, EVENTS)
     event = b'data: {"id":"a","choices":[{"delta":{"content":"One"}}]}\n\n'
     assert list(call.forward(event)) == [event]
     scene.clock.now += 600.0
-    assert call.ended(httpx.ReadError("lost")) is None
+    assert call.end_stream(httpx.ReadError("lost")) is None
     rest = sent(call)
     assert rest.url.host == "two"
     assert json.loads(rest.content)["continue_final_message"] is True
-    assert not call.takes(400, JSON)
+    assert not call.accept_response(400, JSON)
     with pytest.raises(httpx.ReadError, match="lost"):
         call.next_step()
 
@@ -215,9 +217,9 @@ def test_routed_call_stream_s_rest_has_a_deadline_of_its_own() -> None:
 def test_routed_call_compressed_stream_is_forwarded_untouched() -> None:
     call = Scene(A).call(ASK | {"stream": True})
     sent(call)
-    assert call.takes(200, httpx.Headers({**EVENTS, "content-encoding": "gzip"}))
+    assert call.accept_response(200, httpx.Headers({**EVENTS, "content-encoding": "gzip"}))
     assert list(call.forward(b"\x1f\x8b")) == [b"\x1f\x8b"]
-    assert call.ended(None) == b""
+    assert call.end_stream(None) == b""
 
 
 def test_routed_call_each_request_asks_for_loads() -> None:
@@ -230,4 +232,4 @@ def test_routed_call_each_request_asks_for_loads() -> None:
 def test_routed_call_body_that_is_no_json_goes_as_it_is() -> None:
     scene = Scene(route=ClassRoute({A: 1.0}, priority=-2))
     request = httpx.Request("POST", "http://routed.invalid/v1/audio/transcriptions", content=b"\x00")
-    assert sent(scene._router.call(request, b"\x00")).content == b"\x00"
+    assert sent(scene._router.create_call(request, b"\x00")).content == b"\x00"

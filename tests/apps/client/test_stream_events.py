@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.apps.stream_continuation import DONE, EventSplitter, data_of, event_of, is_done
+from cornplug.apps.stream_continuation import DONE, EventSplitter, decode_event, encode_event, is_done
 
 BYTES = b'data: {"a":1}\n\n: ping\r\n\r\ndata: [DONE]\n\n'
 EVENTS = [b'data: {"a":1}\n\n', b": ping\r\n\r\n", DONE]
@@ -26,6 +26,6 @@ def test_event_splitter_half_an_event_is_kept_back() -> None:
 
 
 def test_stream_events_data_of_an_object_comes_back() -> None:
-    assert data_of(event_of({"a": "é"})) == {"a": "é"}
-    assert [data_of(event) for event in (b": ping\n\n", b"data: [1]\n\n", b"data: {\n\n")] == [None] * 3
+    assert decode_event(encode_event({"a": "é"})) == {"a": "é"}
+    assert [decode_event(event) for event in (b": ping\n\n", b"data: [1]\n\n", b"data: {\n\n")] == [None] * 3
     assert [is_done(event) for event in EVENTS] == [False, False, True]

@@ -12,7 +12,7 @@ from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
-from cornplug.testing.store import fill, key, present
+from cornplug.testing.store import contains, fill, key_of
 
 ROWS = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
 
@@ -27,7 +27,7 @@ class _Host:
         outcome = put_payload(
             self.other,
             NewPayload(
-                memoryview(ROWS), PayloadKind.EMBEDDING, key=key("e"), dtype="float32", shape=ROWS.shape
+                memoryview(ROWS), PayloadKind.EMBEDDING, key=key_of("e"), dtype="float32", shape=ROWS.shape
             ),
             app="test",
             deadline_s=1,
@@ -35,7 +35,7 @@ class _Host:
         assert outcome == "stored"
 
     def ref(self) -> EmbeddingRef:
-        found = from_store(self.mine, key("e"), origin="cached", service_time_s=0.0)
+        found = from_store(self.mine, key_of("e"), origin="cached", service_time_s=0.0)
         assert found is not None
         return found
 
@@ -43,7 +43,7 @@ class _Host:
         """Until everything that may go has gone, and its room holds other bytes."""
         for i in range(40):
             fill(self.other, i, b"\x6b" * 8192)
-        assert not present(self.other, 0)[0]
+        assert not contains(self.other, 0)[0]
 
 
 @pytest.fixture
@@ -76,11 +76,13 @@ def test_embedding_ref_bfloat16_tensor_is_exact(host: _Host) -> None:
     raw = narrow.view(torch.uint16).numpy()
     put_payload(
         host.other,
-        NewPayload(memoryview(raw), PayloadKind.EMBEDDING, key=key("b"), dtype="bfloat16", shape=raw.shape),
+        NewPayload(
+            memoryview(raw), PayloadKind.EMBEDDING, key=key_of("b"), dtype="bfloat16", shape=raw.shape
+        ),
         app="test",
         deadline_s=1,
     )
-    ref = from_store(host.mine, key("b"), origin="cached", service_time_s=0.0)
+    ref = from_store(host.mine, key_of("b"), origin="cached", service_time_s=0.0)
     assert ref is not None
     host.others_write()
     assert torch.equal(ref.tensor(), narrow)
@@ -96,23 +98,23 @@ def test_embedding_refs_kept_hold_no_leases(host: _Host) -> None:
 
 
 def test_from_store_damaged_entry_is_none(host: _Host) -> None:
-    lease = host.mine.lease([key("e")], ttl_s=9, deadline_s=1)[0]
+    lease = host.mine.lease([key_of("e")], ttl_s=9, deadline_s=1)[0]
     assert lease is not None
     host.mine.raw(lease.location)[5] ^= 1
     host.mine.release([lease.token], deadline_s=1)
-    assert from_store(host.mine, key("e"), origin="cached", service_time_s=0.0) is None
-    assert not present(host.mine, "e")[0]
+    assert from_store(host.mine, key_of("e"), origin="cached", service_time_s=0.0) is None
+    assert not contains(host.mine, "e")[0]
     assert host.other.stat(deadline_s=1).leases == 0
 
 
 def test_from_store_entry_of_other_kind_is_none(host: _Host) -> None:
     put_payload(
         host.other,
-        NewPayload(b"12345678", PayloadKind.FEATURE, key=key("f"), dtype="float32", shape=(1, 2)),
+        NewPayload(b"12345678", PayloadKind.FEATURE, key=key_of("f"), dtype="float32", shape=(1, 2)),
         app="test",
         deadline_s=1,
     )
-    assert from_store(host.mine, key("f"), origin="cached", service_time_s=0.0) is None
+    assert from_store(host.mine, key_of("f"), origin="cached", service_time_s=0.0) is None
 
 
 def test_embedding_ref_write_to_tensor_leaves_others(host: _Host) -> None:

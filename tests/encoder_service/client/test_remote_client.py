@@ -15,14 +15,14 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
-from cornplug.encoder_service.client.endpoints import ranking
+from cornplug.encoder_service.client.endpoints import rank_services
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.http.drain import DrainState
-from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal
+from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused
 from cornplug.store.memory import MemoryStore
@@ -45,7 +45,7 @@ class Stage:
 
     def serve(self, encoder: EncoderCore | None = None, secret: bytes = SECRET, **changes: Any) -> Served:
         config = self.config.encoder.model_copy(update=changes)
-        app = create_app(encoder or self.make(), config, secret=secret, gate=self.gate())
+        app = create_app(encoder or self.make(), config, secret=secret, drain_state=self.gate())
         return self.stack.enter_context(Served(app))
 
     def gate(self) -> DrainState:
@@ -74,7 +74,9 @@ def reason(future: Future[EncodeReply], within_s: float = 40) -> str:
 def first_at(request: EncodeRequest, url: str, other: str, requests: Requests, path: Path) -> EncodeRequest:
     """A request whose medium goes to `url` first."""
     seeds = (requests(path, seed) for seed in range(2, 60))
-    return next(one for one in chain([request], seeds) if ranking(one.key, {url: 1, other: 1})[0] == url)
+    return next(
+        one for one in chain([request], seeds) if rank_services(one.key, {url: 1, other: 1})[0] == url
+    )
 
 
 def test_remote_answer_equals_the_unix_sockets_and_carries_the_rows(
@@ -83,7 +85,7 @@ def test_remote_answer_equals_the_unix_sockets_and_carries_the_rows(
     store = MemoryStore(capacity_bytes=16 << 20)
     encoder = stage.make(store.connect())
     client = stage.ask(stage.serve(encoder, require_key=True).url)
-    assert client.describe(20) == encoder.registry.served()
+    assert client.describe(20) == encoder.registry.served_models()
     eventually(lambda: client.connected)
     for path in (*llava_pair, qwen):
         request = request_for(path, 1, cache_salt="acme")
@@ -151,7 +153,7 @@ def test_remote_service_killed_while_answering_fails_over(
 ) -> None:
     dying, other = stage.serve(), stage.serve()
     client = stage.ask(dying.url, other.url)
-    eventually(lambda: all(s.proved for s in client._services.values()))
+    eventually(lambda: all(s.is_verified for s in client._services.values()))
     path = llava_pair[0]
     request = first_at(request_for(path, 1), dying.url, other.url, request_for, path)
     pending = client.submit(request)
@@ -211,7 +213,7 @@ def test_engine_route_replay_stolen_proof_and_unsealed_body_are_refused(
     stage: Stage, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     encoder = stage.make()
-    url = stage.serve(encoder).url + PATH
+    url = stage.serve(encoder).url + ENGINE_PATH
     seal = EngineSeal.new(SECRET)
     body = seal.seal_request(msgspec.msgpack.encode(request_for(llava_pair[0], 1)))
 
@@ -233,7 +235,7 @@ def test_engine_route_replay_stolen_proof_and_unsealed_body_are_refused(
         content=other.seal_request(b"\xc1"),
         headers={"authorization": other.authorization, "content-type": MEDIA_TYPE},
     )
-    assert b"refused" in other.open_answer(garbage.content)
+    assert b"refused" in other.open_reply(garbage.content)
     assert passes(encoder) == 1
 
 
@@ -263,7 +265,7 @@ def test_engine_that_hangs_up_is_not_computed_for(
     eventually(lambda: waiting_for_batch(encoder) == 1)
     leaves.close()
     assert reason(gone) == "encoder_down"
-    eventually(lambda: encoder.waiting() == 1)
+    eventually(lambda: encoder.count_waiting() == 1)
     gate.open.set()
     held.result(60)
     assert passes(encoder) == 1

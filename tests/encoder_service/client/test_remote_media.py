@@ -17,9 +17,9 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
-from cornplug.encoder_service.media.image import as_received, digest_image
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import MediumRequest
+from cornplug.encoder_service.media.image import digest_image, to_engine_rgb
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.wire.messages import MediaRequest
 from cornplug.errors import EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.store.memory import MemoryStore
@@ -36,9 +36,9 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-def medium(identity: bytes, data: bytes = b"", **changes: Any) -> MediumRequest:
+def medium(identity: bytes, data: bytes = b"", **changes: Any) -> MediaRequest:
     fields = {"modality": "image", "url": "", "cache_salt": None, "app": "chat", "deadline_s": 30.0}
-    return MediumRequest(identity=identity, data=data, **{**fields, **changes})
+    return MediaRequest(identity=identity, data=data, **{**fields, **changes})
 
 
 def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_salt(
@@ -55,12 +55,12 @@ def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_
     url = stack.enter_context(Served(create_app(encoder, closed, secret=SECRET))).url
     client = stack.enter_context(RemoteEncoder([url], SECRET))
     for path in (*llava_pair, qwen):
-        loaded = encoder.registry.by_name(str(path))
+        loaded = encoder.registry.find_by_name(str(path))
         assert loaded is not None
         identity = loaded.served.identity
         want = encoder.submit(request_for(path, 1), inline=True).result(60)
-        got = client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
-        claims = EmbeddingHandle.checked(got.handle, SECRET, now=time.time())
+        got = client.submit_media(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
+        claims = EmbeddingHandle.verify(got.handle, SECRET, now=time.time())
         assert claims.identity == identity
         assert claims.key == embedding_key(SECRET, identity, claims.media, "acme")
         assert (got.tensor.shape, got.tensor.dtype) == (want.tensor.shape, want.tensor.dtype)  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_
         torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
         assert bool(claims.grid) == (path == qwen)
     before = passes(encoder)
-    client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
+    client.submit_media(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
     assert passes(encoder) == before
 
 
@@ -81,15 +81,15 @@ def test_submit_medium_is_decoded_as_its_engine_does(
     encoder = make_encoder()
     url = stack.enter_context(Served(create_app(encoder, config.encoder, secret=SECRET))).url
     client = stack.enter_context(RemoteEncoder([url], SECRET))
-    loaded = encoder.registry.by_name(str(qwen))
+    loaded = encoder.registry.find_by_name(str(qwen))
     assert loaded is not None
     data = clear_rgb()
     opened = Image.open(io.BytesIO(data))
     for rule in ("vllm-0.32", "vllm-0.33"):
-        got = client.submit_medium(medium(loaded.served.identity, data, decoding=rule)).result(60)
-        claims = EmbeddingHandle.checked(got.handle, SECRET, now=time.time())
+        got = client.submit_media(medium(loaded.served.identity, data, decoding=rule)).result(60)
+        claims = EmbeddingHandle.verify(got.handle, SECRET, now=time.time())
         assert got.decoding == rule
-        assert claims.media == digest_image(as_received(opened, rule))
+        assert claims.media == digest_image(to_engine_rgb(opened, rule))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_submit_medium_that_is_refused_fails_with_the_services_reason(
     encoder = make_encoder()
     url = stack.enter_context(Served(create_app(encoder, config.encoder, secret=SECRET))).url
     client = stack.enter_context(RemoteEncoder([url], SECRET))
-    loaded = encoder.registry.by_name(str(qwen))
+    loaded = encoder.registry.find_by_name(str(qwen))
     assert loaded is not None
     with pytest.raises(EncoderRefused) as e:
-        client.submit_medium(medium(**{"identity": loaded.served.identity, **changes})).result(60)
+        client.submit_media(medium(**{"identity": loaded.served.identity, **changes})).result(60)
     assert e.value.reason == want
     # A client's medium is not the service's failure, and does not name it; another tower is, and does.
     assert (url in str(e.value)) == (want == "unknown_model")
@@ -148,14 +148,14 @@ def test_submit_medium_whose_url_one_service_cannot_fetch_goes_to_the_next(
     ]
     client = stack.enter_context(RemoteEncoder(urls, SECRET))
     alone = stack.enter_context(RemoteEncoder(urls[:1], SECRET))
-    loaded = encoders[0].registry.by_name(str(qwen))
+    loaded = encoders[0].registry.find_by_name(str(qwen))
     assert loaded is not None
     wanted = medium(loaded.served.identity, url="http://images.test/a.png")
-    assert client.submit_medium(wanted).result(60).tensor.shape[0] > 0
+    assert client.submit_media(wanted).result(60).tensor.shape[0] > 0
     assert len(asked) == 2
     # Neither service is left out for it: media that come as bytes go on.
     assert client.refusal is None
     with pytest.raises(EncoderRefused) as e:
-        alone.submit_medium(wanted).result(60)
+        alone.submit_media(wanted).result(60)
     assert e.value.reason == reason
     assert alone.refusal is None

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.client.endpoints import ranking, services
+from cornplug.encoder_service.client.endpoints import parse_services, rank_services
 from cornplug.encoder_service.client.retry import (
-    BASE_S,
-    CAP_S,
-    ROUNDS,
+    BACKOFF_BASE_S,
+    BACKOFF_CAP_S,
+    MAX_ROUNDS,
     CircuitBreakers,
     RetryPause,
     RetrySequence,
@@ -35,15 +35,17 @@ def contents(count: int) -> list[bytes]:
 
 def test_ranking_ignores_order_of_urls() -> None:
     for content in contents(50):
-        assert ranking(content, services(URLS)) == ranking(content, services(URLS[::-1]))
+        assert rank_services(content, parse_services(URLS)) == rank_services(
+            content, parse_services(URLS[::-1])
+        )
 
 
 def test_ranking_without_a_service_moves_only_its_media() -> None:
-    before = {c: ranking(c, services(URLS)) for c in contents(2000)}
-    without = services(URLS[1:])
+    before = {c: rank_services(c, parse_services(URLS)) for c in contents(2000)}
+    without = parse_services(URLS[1:])
     moved: Counter[str] = Counter()
     for content, order in before.items():
-        after = ranking(content, without)
+        after = rank_services(content, without)
         assert after == [url for url in order if url != URLS[0]]
         if order[0] == URLS[0]:
             moved[after[0]] += 1
@@ -53,14 +55,14 @@ def test_ranking_without_a_service_moves_only_its_media() -> None:
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5), (0.1, 10, 10)])
 def test_ranking_shares_are_proportional_to_weights(weights: tuple[float, ...]) -> None:
-    given = services(dict(zip(URLS, weights, strict=False)))
-    firsts = Counter(ranking(c, given)[0] for c in contents(5000))
+    given = parse_services(dict(zip(URLS, weights, strict=False)))
+    firsts = Counter(rank_services(c, given)[0] for c in contents(5000))
     for url, weight in given.items():
         assert abs(firsts[url] / 5000 - weight / sum(weights)) < 0.03
 
 
 def test_services_urls_are_normalised() -> None:
-    assert services("http://a:1/") == services(["http://a:1"]) == {"http://a:1": 1.0}
+    assert parse_services("http://a:1/") == parse_services(["http://a:1"]) == {"http://a:1": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_services_urls_are_normalised() -> None:
 )
 def test_services_invalid_value_names_setting(wrong: str | list[str] | Mapping[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"encoder\.urls"):
-        services(wrong)
+        parse_services(wrong)
 
 
 # -- one request ---------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class World:
         attempts = RetrySequence(order, circuits, now=self.now, deadline_s=deadline_s, random=self.random)
         end = self.now + deadline_s
         for _ in range(1000):
-            step = attempts.next(self.now)
+            step = attempts.next_step(self.now)
             if step is None:
                 return "given up"
             if isinstance(step, RetryPause):
@@ -104,13 +106,13 @@ class World:
             sent, outcome = self.now, self.does(step.url, self.now)
             self.now += step.timeout_s if outcome == "silent" else min(self.takes_s, step.timeout_s)
             if outcome == "answers":
-                circuits.answered(step.url)
+                circuits.record_response(step.url)
                 return step.url
             if outcome.startswith("busy"):
                 said = outcome.partition(" ")[2]
-                circuits.refused(step.url, self.now, float(said) if said else None)
+                circuits.record_refusal(step.url, self.now, float(said) if said else None)
             else:
-                circuits.failed(step.url, self.now, sent=sent)
+                circuits.record_failure(step.url, self.now, sent_at=sent)
         raise AssertionError("does not end")
 
 
@@ -154,14 +156,14 @@ def test_retry_dead_service_gets_one_attempt_per_back_off() -> None:
     spent = [now for now, url in world.tries if url == URLS[0]]
     gaps = [b - a for a, b in itertools.pairwise(spent)]
     assert len(spent) < 30
-    assert max(gaps) <= CAP_S + 0.1
+    assert max(gaps) <= BACKOFF_CAP_S + 0.1
     assert gaps[-1] > 4 * gaps[0]
 
 
 def test_retry_recovered_service_is_used_within_back_off() -> None:
     world = World(lambda url, now: "down" if url == URLS[0] and now < 1020 else "answers")
     circuits = world.circuits(URLS[:2])
-    while world.now < 1020 + CAP_S + 0.1:
+    while world.now < 1020 + BACKOFF_CAP_S + 0.1:
         world.request(circuits, URLS[:2], 10.0)
     assert world.request(circuits, URLS[:2], 10.0) == URLS[0]
 
@@ -169,16 +171,16 @@ def test_retry_recovered_service_is_used_within_back_off() -> None:
 def test_circuit_breakers_burst_of_failures_counts_once() -> None:
     circuits = CircuitBreakers(URLS[:1], lambda: 0.99)
     for _ in range(100):
-        circuits.failed(URLS[0], 10.0, sent=9.9)
-    assert circuits.opens_at(URLS[0]) <= 10.0 + BASE_S
+        circuits.record_failure(URLS[0], 10.0, sent_at=9.9)
+    assert circuits.retry_at(URLS[0]) <= 10.0 + BACKOFF_BASE_S
 
 
 def test_circuit_breakers_after_pause_let_one_probe_through() -> None:
     circuits = CircuitBreakers(URLS[:1], lambda: 0.5)
-    circuits.failed(URLS[0], 10.0, sent=9.9)
-    assert [circuits.take(URLS[0], 10.2) for _ in range(3)] == [True, False, False]
-    circuits.answered(URLS[0])
-    assert circuits.take(URLS[0], 10.2)
+    circuits.record_failure(URLS[0], 10.0, sent_at=9.9)
+    assert [circuits.try_use(URLS[0], 10.2) for _ in range(3)] == [True, False, False]
+    circuits.record_response(URLS[0])
+    assert circuits.try_use(URLS[0], 10.2)
 
 
 def test_retry_after_binds_all_requests() -> None:
@@ -208,10 +210,10 @@ def test_retry_all_dead_gives_up_before_deadline() -> None:
     circuits = world.circuits(URLS[:2])
     assert world.request(circuits, URLS[:2], 60.0) == "given up"
     assert world.now < 1003
-    assert len(world.tries) <= 2 * ROUNDS
+    assert len(world.tries) <= 2 * MAX_ROUNDS
     began = world.now
     assert world.request(circuits, URLS[:2], 60.0) == "given up"
-    assert world.now < began + 2 * CAP_S
+    assert world.now < began + 2 * BACKOFF_CAP_S
 
 
 def test_retry_pauses_have_full_jitter() -> None:
@@ -221,9 +223,9 @@ def test_retry_pauses_have_full_jitter() -> None:
         attempts = RetrySequence(
             URLS[:1], world.circuits(URLS[:1]), now=0.0, deadline_s=9.0, random=world.random
         )
-        assert isinstance(attempts.next(0.0), SendAttempt)
-        step = attempts.next(0.0)
+        assert isinstance(attempts.next_step(0.0), SendAttempt)
+        step = attempts.next_step(0.0)
         assert isinstance(step, RetryPause)
         pauses.append(step.seconds)
-    assert min(pauses) < 0.1 * BASE_S
-    assert max(pauses) > 0.9 * BASE_S
+    assert min(pauses) < 0.1 * BACKOFF_BASE_S
+    assert max(pauses) > 0.9 * BACKOFF_BASE_S

@@ -24,11 +24,11 @@ from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.async_client import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
-from cornplug.testing.store import fill, present
+from cornplug.testing.store import contains, fill
 from devkit.processes import EncoderProcess
 
 from ..conftest import SECRET, MakeEncoder, png, sample_image
@@ -231,10 +231,10 @@ def test_encoder_client_faulty_service_fails_in_time_or_over(
             client.encode(sample_image(1), model=llava)
         assert e.value.reason == reason
         bad.requests.clear()
-        content = MediaPayload.of(sample_image(1)).content
+        content = MediaPayload.from_item(sample_image(1)).content
         # Weighted so that the bad one is first.
         urls = {bad.url: 1e6, good.url: 1.0}
-        assert endpoints.ranking(content, urls)[0] == bad.url
+        assert endpoints.rank_services(content, urls)[0] == bad.url
         with EncoderClient(urls, deadline_s=10 if reason == "encoder_timeout" else 30) as client:
             assert client.encode(sample_image(1), model=llava).shape == (16, 64)
             assert client.encode(sample_image(1), model=llava).origin == "cached"
@@ -284,13 +284,13 @@ def test_encoder_client_pause_beyond_deadline_fails_at_once(llava: str, within: 
 def test_encoder_client_deadline_includes_reading_the_medium(
     client: EncoderClient, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = MediaPayload.of
+    read = MediaPayload.from_item
 
     def slow(item: Any) -> MediaPayload:
         time.sleep(0.2)
         return read(item)
 
-    monkeypatch.setattr(MediaPayload, "of", slow)
+    monkeypatch.setattr(MediaPayload, "from_item", slow)
     with pytest.raises(EncoderUnavailable, match="reading the medium") as caught:
         client.encode(png(sample_image(1)), model=llava, deadline_s=0.1)
     assert caught.value.reason == "encoder_timeout"
@@ -325,7 +325,9 @@ def test_encoder_client_repeats_go_to_cached_service(served: list[Served], llava
     urls = [service.url for service in served]
     seeds = range(100, 112)
     firsts = Counter(
-        endpoints.ranking(MediaPayload.of(sample_image(seed)).content, endpoints.services(urls))[0]
+        endpoints.rank_services(
+            MediaPayload.from_item(sample_image(seed)).content, endpoints.parse_services(urls)
+        )[0]
         for seed in seeds
     )
     assert set(firsts) == set(urls)
@@ -475,7 +477,7 @@ def test_encoder_client_refs_outlive_eviction(make_encoder: MakeEncoder, config:
         want = held.clone()
         for i in range(200):
             fill(other, i, bytes(8192))
-        assert not present(other, 0)[0]
+        assert not contains(other, 0)[0]
         assert torch.equal(held, want)
 
 

@@ -20,12 +20,17 @@ from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers import base as tower_base
 from cornplug.encoder_service.towers.base import DTYPES, Tower, TowerItem, from_wire
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.messages import A_FAULT, EncodeRefusal, EncodeReply, WireTensor
+from cornplug.encoder_service.wire.messages import (
+    INTERNAL_ERROR_MESSAGE,
+    EncodeRefusal,
+    EncodeReply,
+    WireTensor,
+)
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
@@ -38,20 +43,20 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
     return registry.get_sample_value(name, labels) or 0.0
 
 
-def ok(future: Future[Answer]) -> EncodeReply:
+def ok(future: Future[EncodeResult]) -> EncodeReply:
     answer = future.result(60)
     assert isinstance(answer, EncodeReply), answer
     return answer
 
 
-def no(future: Future[Answer]) -> EncodeRefusal:
+def no(future: Future[EncodeResult]) -> EncodeRefusal:
     answer = future.result(60)
     assert isinstance(answer, EncodeRefusal), answer
     return answer
 
 
 def passes(encoder: EncoderCore) -> float:
-    return value(encoder.meters.registry, "cornplug_encoder_tower_passes_total")
+    return value(encoder.metrics.registry, "cornplug_encoder_tower_passes_total")
 
 
 class Gate:
@@ -80,7 +85,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
 
 
-def hold(encoder: EncoderCore, gate: Gate, request: Any) -> Future[Answer]:
+def hold(encoder: EncoderCore, gate: Gate, request: Any) -> Future[EncodeResult]:
     """One request that is in the tower when this returns."""
     future = encoder.submit(request)
     assert gate.entered.wait(60)
@@ -94,15 +99,15 @@ def queued(encoder: EncoderCore, count: int) -> None:
 def test_registry_models_of_equal_tower_share_it(
     registry: ModelRegistry, llava_pair: tuple[Path, Path]
 ) -> None:
-    a, b = (registry.by_name(str(p)) for p in llava_pair)
+    a, b = (registry.find_by_name(str(p)) for p in llava_pair)
     assert a is not None
     assert b is not None
     assert a.tower is b.tower
     assert a.projector is not b.projector
     assert registry.summary() == "3 models, 2 towers, 3 projectors"
-    assert [m.hidden_size for m in registry.served()] == [64, 96, 64]
-    assert registry.by_identity(a.served.identity) is a
-    assert registry.by_identity(b"?" * 32) is None
+    assert [m.hidden_size for m in registry.served_models()] == [64, 96, 64]
+    assert registry.find_by_identity(a.served.identity) is a
+    assert registry.find_by_identity(b"?" * 32) is None
     with pytest.raises(ConfigError, match="twice"):
         registry.add(str(llava_pair[0]))
     with pytest.raises(ConfigError, match="int8"):
@@ -219,7 +224,7 @@ def test_encoder_job_that_ends_while_its_duplicate_is_prepared_answers_it(
 ) -> None:
     """The duplicate's first lookup came before the result, and its turn in the queue comes after it."""
     encoder, request = make_encoder(memory_store.connect()), request_for(qwen, 1)
-    model = encoder.registry.by_name(str(qwen))
+    model = encoder.registry.find_by_name(str(qwen))
     assert model is not None
     preparing, go_on, real = threading.Event(), threading.Event(), type(model.tower).prepare
 
@@ -330,7 +335,7 @@ def test_encoder_bad_inputs_are_refused_others_answered(
     assert unknown.reason == "unknown_model"
     assert str(llava_pair[0]) in unknown.message
     assert (
-        value(encoder.meters.registry, "cornplug_encoder_refusals_total", reason="bad_input", qos="default")
+        value(encoder.metrics.registry, "cornplug_encoder_refusals_total", reason="bad_input", qos="default")
         == 4
     )
 
@@ -349,7 +354,7 @@ def test_encoder_late_and_excess_requests_are_refused(
     gate.open.set()
     assert no(late).reason == "too_late"
     ok(held)
-    eventually(lambda: encoder.waiting() == 0)
+    eventually(lambda: encoder.count_waiting() == 0)
     assert passes(encoder) == 1
     ok(encoder.submit(request_for(llava_pair[0], 3)))
 
@@ -404,9 +409,9 @@ def test_encoder_failing_batch_is_retried_one_by_one(
     answers = sorted((two.result(60), three.result(60)), key=lambda a: isinstance(a, EncodeReply))
     assert isinstance(answers[0], EncodeRefusal)
     assert answers[0].reason == "internal"
-    assert answers[0].message == A_FAULT
+    assert answers[0].message == INTERNAL_ERROR_MESSAGE
     assert isinstance(answers[1], EncodeReply)
-    assert encoder.healthy()
+    assert encoder.is_healthy()
     assert gate.batches == [1, 2, 1, 1]
 
 
@@ -428,7 +433,7 @@ def test_encoder_failing_store_still_answers_inline(
     assert answer.tensor is not None
     assert not answer.stored
     assert ok(encoder.submit(request_for(llava_pair[1], 1))).origin == "cached"
-    assert value(encoder.meters.registry, "cornplug_encoder_store_failures_total", reason="store_down") > 0
+    assert value(encoder.metrics.registry, "cornplug_encoder_store_failures_total", reason="store_down") > 0
 
 
 def test_encoder_full_store_answers_inline(
@@ -447,7 +452,7 @@ def test_encoder_stored_features_of_other_dtype_are_recomputed(
     writer = memory_store.connect()
     encoder = make_encoder(writer)
     request = request_for(llava_pair[0], 5)
-    loaded = encoder.registry.by_identity(request.identity)
+    loaded = encoder.registry.find_by_identity(request.identity)
     assert loaded is not None
     key = identity.feature_key(
         b"s" * 32,
@@ -468,7 +473,7 @@ def test_encoder_stored_features_of_other_dtype_are_recomputed(
 def test_encoder_tower_implements_the_protocol(
     registry: ModelRegistry, llava_pair: tuple[Path, Path]
 ) -> None:
-    loaded = registry.by_name(str(llava_pair[0]))
+    loaded = registry.find_by_name(str(llava_pair[0]))
     assert loaded is not None
     tower: Tower = loaded.tower
     assert callable(tower.prepare)
@@ -483,7 +488,7 @@ def test_encoder_tells_the_store_what_an_embedding_cost(
 ) -> None:
     """The seconds of its batch."""
     encoder = make_encoder(logged_store.client)
-    model = encoder.registry.by_name(str(qwen))
+    model = encoder.registry.find_by_name(str(qwen))
     assert model is not None
     real = type(model.tower).encode
 
@@ -511,6 +516,6 @@ def test_encoder_batch_behind_another_on_one_executor_costs_its_own_time(
             return BatchResult(features={}, embeddings=())
 
     one: Any = Executor()
-    assert dispatcher._timed(one, 3.0)[1] == 3.0  # type: ignore[arg-type]
+    assert dispatcher._run_timed(one, 3.0)[1] == 3.0  # type: ignore[arg-type]
     now[0] = 1.0  # handed over while the first one ran
-    assert dispatcher._timed(one, 5.0)[1] == 2.0  # type: ignore[arg-type]
+    assert dispatcher._run_timed(one, 5.0)[1] == 2.0  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.result_cache import ResultCache, StoreQuota
-from cornplug.qos import ONE_CLASS, QosCaller
+from cornplug.qos import DEFAULT_CLASS, QosCaller
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
 
@@ -82,8 +82,8 @@ def test_store_quota_bound_follows_capacity_and_counts_once() -> None:
     quota = StoreQuota(measured, 0.5, deadline_s=1.0, clock=lambda: now[0])  # type: ignore[arg-type]
     for _ in range(10):
         assert quota.evict_for("a", 100)
-        quota.published("a", b"same", 100)
-    quota.published("a", b"next", 300)
+        quota.record_published("a", b"same", 100)
+    quota.record_published("a", b"next", 300)
     assert quota.evict_for("a", 100)
     assert deleted == []
     assert quota.evict_for("a", 101)
@@ -111,6 +111,8 @@ def test_encoder_http_requests_have_account_engines_none(
         return real(cache, *args, **kwargs)
 
     monkeypatch.setattr(ResultCache, "publish", publish)
-    for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
+    for n, caller in enumerate(
+        (None, QosCaller(qos=DEFAULT_CLASS), QosCaller(qos=DEFAULT_CLASS, tenant="acme"))
+    ):
         encoder.submit(request_for(llava_pair[0], n), caller=caller).result(60)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]

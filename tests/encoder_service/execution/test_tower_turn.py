@@ -14,7 +14,7 @@ import torch
 from cornplug.config import load
 from cornplug.encoder_service.model_loader import layers_of
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.towers.tower_turn import TowerTurn
+from cornplug.encoder_service.towers.base import PassScheduler
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
@@ -67,7 +67,7 @@ class LongPass:
 
 @pytest.fixture
 def long_pass(registry: ModelRegistry, llava_pair: tuple[Path, Path]) -> Iterator[LongPass]:
-    loaded = registry.by_name(str(llava_pair[0]))
+    loaded = registry.find_by_name(str(llava_pair[0]))
     assert loaded is not None
     made = LongPass(next(iter(layers_of(loaded.tower))))
     yield made
@@ -108,11 +108,11 @@ def test_tower_turn_wait_of_an_urgent_pass_is_not_a_pause() -> None:
         return now_s
 
     def urgent() -> None:
-        with turns.taken(urgent=True, share=0.5, abandoned=lambda: False) as current:
+        with turns.acquire(urgent=True, share=0.5, is_abandoned=lambda: False) as current:
             measured.append((current.waited_s, current.paused_s))
 
-    turns, thread = TowerTurn(clock), threading.Thread(target=urgent)
-    with turns.taken(urgent=False, share=0.5, abandoned=lambda: False) as first:
+    turns, thread = PassScheduler(clock), threading.Thread(target=urgent)
+    with turns.acquire(urgent=False, share=0.5, is_abandoned=lambda: False) as first:
         thread.start()
         assert waits.wait(30)
         now_s = 7.0
@@ -129,12 +129,12 @@ def test_encoder_urgent_job_behind_a_pass_that_does_not_pause_is_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its cost is the time of its own pass, and not negative, which the store would refuse."""
-    monkeypatch.setattr(TowerTurn, "give_way", lambda self, current: None)
+    monkeypatch.setattr(PassScheduler, "yield_to_urgent", lambda self, current: None)
     encoder = make_encoder(MemoryStore(capacity_bytes=1 << 24).connect(), classes=classes())
     nightly = encoder.submit(request_for(llava_pair[0], 1, app="albums"))
     assert long_pass.entered.wait(30)
     premium = encoder.submit(request_for(llava_pair[0], 2, app="checkout"))
-    eventually(lambda: encoder.waiting() == 2)
+    eventually(lambda: encoder.count_waiting() == 2)
     time.sleep(0.5)
     long_pass.until = lambda: True
     for answer in (nightly.result(60), premium.result(60)):
@@ -149,7 +149,7 @@ def test_encoder_equal_class_does_not_overtake(
     first = encoder.submit(request_for(llava_pair[0], 1, app="checkout"))
     assert long_pass.entered.wait(30)
     others = [encoder.submit(request_for(llava_pair[0], 2, app=app)) for app in ("checkout", "albums")]
-    eventually(lambda: encoder.waiting() == 3)
+    eventually(lambda: encoder.count_waiting() == 3)
     assert not any(other.done() for other in others)
     long_pass.until = lambda: True
     assert isinstance(first.result(60), EncodeReply)
@@ -190,7 +190,7 @@ def test_encoder_pass_ends_when_its_caller_has_gone(
     assert long_pass.left.wait(60)
     assert long_pass.ended_early
     assert isinstance(encoder.submit(request_for(llava_pair[0], 2)).result(60), EncodeReply)
-    assert encoder.waiting() == 0
+    assert encoder.count_waiting() == 0
 
 
 def test_encoder_pass_goes_on_for_a_joined_caller(

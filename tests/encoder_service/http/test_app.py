@@ -17,7 +17,7 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.embedding_file import MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.encoder_service.wire.messages import DECODINGS
 from cornplug.qos import QosClasses
 
@@ -48,7 +48,7 @@ def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
     assert answer["shape"] == [16, 64]
     assert answer["dtype"] == "float32"
     assert answer["origin"] == "computed"
-    loaded = service.encoder.registry.by_name(llava)
+    loaded = service.encoder.registry.find_by_name(llava)
     assert loaded is not None
     key = identity.embedding_key(SECRET, loaded.served.identity, digest_image(sample_image(1)), None)
     assert answer["key"] == key.hex()
@@ -68,7 +68,7 @@ def test_encode_form_json_and_raw_agree(service: Service, llava: str) -> None:
 
 def test_encode_by_http_equals_engine_inputs(service: Service, qwen: Path) -> None:
     """What HTTP gives is what the tower gives for the processor's own outputs."""
-    loaded = service.encoder.registry.by_name(str(qwen))
+    loaded = service.encoder.registry.find_by_name(str(qwen))
     assert loaded is not None
     item = loaded.tower.prepare(inputs_of(qwen, sample_image(1)))
     want = loaded.projector.project(loaded.tower.encode([item]), [item])[0]

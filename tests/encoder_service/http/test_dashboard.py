@@ -9,7 +9,7 @@ import pytest
 
 from cornplug import __version__
 from cornplug.config import Config
-from cornplug.encoder_service.http.models import POLICY
+from cornplug.encoder_service.http.models import CONTENT_SECURITY_POLICY
 
 from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
@@ -50,8 +50,8 @@ def test_dashboard_status_matches_openapi_schema(service: Service) -> None:
 
 def test_dashboard_page_loads_no_foreign_scripts(service: Service) -> None:
     page = service.call("GET", "/")
-    assert page.headers["content-security-policy"] == POLICY
-    assert "unsafe" not in POLICY
+    assert page.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
     names = ("status.js", "status.css", "icon.svg")
     for answer in (page, *(service.call("GET", f"/page/{name}") for name in names)):
         assert answer.status_code == 200

@@ -128,7 +128,7 @@ def test_check_exposure_public_host_without_keys_is_refused(
 def test_encode_tenant_key_sets_salt(make: Make, llava_pair: Any) -> None:
     store = MemoryStore(capacity_bytes=16 << 20).connect()
     service = make(store)
-    (loaded, *_) = service.encoder.registry.loaded()
+    (loaded, *_) = service.encoder.registry.loaded_models()
     digest = image.digest_image(sample_image(1))
 
     def made(salt: str | None) -> str:
@@ -274,9 +274,9 @@ def test_encode_internal_error_hides_exception_text(
         raise RuntimeError("/srv/secret/customers.db")
 
     for where in (
-        "cornplug.encoder_service.preprocess.preparer.OpenMedium.prepare",
-        "cornplug.encoder_service.towers.internvl.TileTower.prepare",
-        "cornplug.encoder_service.towers.internvl.TileTower.encode",
+        "cornplug.encoder_service.preprocess.preparer.UndecodedMedia.prepare",
+        "cornplug.encoder_service.towers.llava.TileTower.prepare",
+        "cornplug.encoder_service.towers.llava.TileTower.encode",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, fail)
@@ -290,13 +290,13 @@ def test_encode_internal_error_hides_exception_text(
 def test_encode_uploads_stay_in_memory(make: Make, llava_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rolled: list[bool] = []
 
-    class Watched(requests._InMemory):
+    class Watched(requests._InMemoryFormParser):
         async def parse(self) -> Any:
             form = await super().parse()
             rolled.extend(value.file._rolled for _, value in form.multi_items() if hasattr(value, "file"))
             return form
 
-    monkeypatch.setattr(requests, "_InMemory", Watched)
+    monkeypatch.setattr(requests, "_InMemoryFormParser", Watched)
     big = png(sample_image(1)) + bytes(3 << 20)
     service = make()
     assert service.post(data={"model": str(llava_pair[0])}, files={"image": big}).status_code == 200
@@ -358,10 +358,10 @@ def test_audit_log_flood_is_counted_not_written(caplog: pytest.LogCaptureFixture
     audit = AuditLog(clock=lambda: now[0])
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "client": ("192.0.2.1", 1)}
     for _ in range(5000):
-        audit.refused(HTTPConnection(scope), "unauthorized")
+        audit.log_refusal(HTTPConnection(scope), "unauthorized")
     assert len(lines(caplog)) == 100
     now[0] = 1.0
-    audit.refused(HTTPConnection(scope), "overloaded")
-    audit.refused(HTTPConnection(scope), "unauthorized")
+    audit.log_refusal(HTTPConnection(scope), "overloaded")
+    audit.log_refusal(HTTPConnection(scope), "unauthorized")
     assert len(lines(caplog)) == 101
     assert lines(caplog)[-1]["left_out"] == 4900

@@ -17,7 +17,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config
 from cornplug.encoder_service.http import requests
-from cornplug.encoder_service.preprocess.preparer import OpenMedium
+from cornplug.encoder_service.preprocess.preparer import UndecodedMedia
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, png, sample_image
@@ -102,12 +102,12 @@ def test_http_disconnect_cancels_unshared_work(
             stay = [asyncio.create_task(client.post("/v1/encode", json=body(0)))]
             await asyncio.to_thread(eventually, lambda: held.passes == 1)
             stay.append(asyncio.create_task(client.post("/v1/encode", json=body(1))))
-            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 2)
+            await asyncio.to_thread(eventually, lambda: service.encoder.count_waiting() == 2)
             go = [asyncio.create_task(_post_and_leave(service, body(seed), leave)) for seed in (1, 2)]
-            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 4)
+            await asyncio.to_thread(eventually, lambda: service.encoder.count_waiting() == 4)
             leave.set()
             await asyncio.gather(*go)
-            await asyncio.to_thread(eventually, lambda: service.encoder.waiting() == 2)
+            await asyncio.to_thread(eventually, lambda: service.encoder.count_waiting() == 2)
             held.release.set()
             return await asyncio.gather(*stay)
 
@@ -177,7 +177,7 @@ def test_http_ready_without_towers_is_503(make_encoder: MakeEncoder, config: Con
 def test_body_guard_all_bodies_share_a_budget(
     make_encoder: MakeEncoder, config: Config, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "_HELD_BYTES", 1)
+    monkeypatch.setattr(requests, "_MAX_BODIES_BYTES", 1)
     small = config.encoder.model_copy(update={"max_body_bytes": 100_000})
     service = Service(make_encoder(), config.model_copy(update={"encoder": small}))
     image = png(sample_image(1))
@@ -225,18 +225,18 @@ def test_body_guard_trickling_body_is_refused(
 def test_http_endless_preprocessing_is_too_late(
     service: Service, llava: str, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    real = OpenMedium.prepare
+    real = UndecodedMedia.prepare
     let_go = threading.Event()
 
-    def prepare(medium: OpenMedium, *arguments: Any, **options: Any) -> Any:
-        if list(medium._source.parts) == [b"slow"]:
+    def prepare(medium: UndecodedMedia, *arguments: Any, **options: Any) -> Any:
+        if list(medium._source.contents) == [b"slow"]:
             let_go.wait(20)
         return real(medium, *arguments, **options)
 
-    monkeypatch.setattr(OpenMedium, "prepare", prepare)
+    monkeypatch.setattr(UndecodedMedia, "prepare", prepare)
     # The image beside the slow one must not wait for a decoding process, nor long for its turn.
     service.encoder.start_decoding()
-    eventually(service.encoder.decoding_ready)
+    eventually(service.encoder.is_decoding_ready)
 
     def ask(data: bytes) -> httpx.Response:
         return service.post(json={"model": llava, "image": image64(data), "deadline_s": 6.0})

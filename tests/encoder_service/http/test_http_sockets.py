@@ -17,7 +17,7 @@ import uvicorn
 
 from cornplug.config import Config
 from cornplug.encoder_service import server
-from cornplug.encoder_service.server import HeadTimeoutProtocol
+from cornplug.encoder_service.server import HeaderTimeoutProtocol
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, png, sample_image
@@ -28,7 +28,7 @@ from ..http_service import Service
 def serving(app: Any, listener: socket.socket) -> Iterator[int]:
     """An application behind the server that `cornplug encoder` runs."""
     web = uvicorn.Server(
-        uvicorn.Config(app, http=HeadTimeoutProtocol, log_level="critical", timeout_graceful_shutdown=1)
+        uvicorn.Config(app, http=HeaderTimeoutProtocol, log_level="critical", timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=web.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -70,7 +70,7 @@ def test_http_closed_connection_cancels_work(
     monkeypatch.setattr(TileTower, "encode", encode)
     service = Service(make_encoder(max_batch_items=1), config)
     images = [base64.b64encode(png(sample_image(seed))).decode() for seed in range(2)]
-    waiting = service.encoder.waiting
+    waiting = service.encoder.count_waiting
     with ExitStack() as stack:
         stack.callback(let_go.set)
         port = stack.enter_context(serving(service.app, socket.create_server(("127.0.0.1", 0))))
@@ -87,7 +87,7 @@ def test_http_closed_connection_cancels_work(
 
 
 def test_http_unread_answer_closes_connection(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    monkeypatch.setattr(server, "UNREAD_S", 1.0)
+    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1.0)
     ended = threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

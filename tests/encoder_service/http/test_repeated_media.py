@@ -16,7 +16,7 @@ from cornplug.encoder_service.http import app
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.prepared_media import VideoPreprocessor
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, png, sample_image
@@ -38,7 +38,11 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     from transformers.image_processing_utils import BaseImageProcessor
 
     counted = Counts()
-    process, begin, clip = BaseImageProcessor.__call__, DecoderProcess.begin, VideoPreprocessor._preprocess
+    process, begin, clip = (
+        BaseImageProcessor.__call__,
+        DecoderProcess.assign_job,
+        VideoPreprocessor._preprocess,
+    )
 
     def call(self: Any, images: Any, *args: Any, **options: Any) -> Any:
         # An image on "meta" has no pixels: a processor is only asked for its grid.
@@ -54,7 +58,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         return clip(self, *args)
 
     monkeypatch.setattr(BaseImageProcessor, "__call__", call)
-    monkeypatch.setattr(DecoderProcess, "begin", start)
+    monkeypatch.setattr(DecoderProcess, "assign_job", start)
     monkeypatch.setattr(VideoPreprocessor, "_preprocess", frames)
     return counted
 
@@ -107,7 +111,7 @@ def test_repeated_file_is_neither_decoded_nor_processed(
             "handle": "",
         }
         assert (counts.processed, counts.decoded) == before
-        mine, theirs = (EmbeddingHandle.read(a["handle"]) for a in (again, first))
+        mine, theirs = (EmbeddingHandle.parse(a["handle"]) for a in (again, first))
         assert mine.grid == theirs.grid
         assert bool(mine.grid) == (model == qwen)
 
@@ -156,7 +160,7 @@ def test_repeated_file_whose_entry_was_evicted_is_computed_again(
 def test_repeated_file_with_memo_off_is_decoded_and_not_processed(
     encoder: EncoderCore, config: Config, qwen: Path, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "MediaPreparer", partial(MediaPreparer, remembered_files=0))
+    monkeypatch.setattr(app, "MediaPreparer", partial(MediaPreparer, max_cached_files=0))
     service = Service(encoder, config)
     assert ask(service, qwen, png(sample_image(9)))["origin"] == "computed"
     processed = counts.processed
@@ -179,7 +183,9 @@ def test_repeated_video_is_decoded_once_for_each_sampling(
     answers = [ask(service, qwen, data, modality="video", fps=fps) for fps in ("2", "5", "2", "5")]
     assert [a["origin"] for a in answers] == ["computed", "computed", "cached", "cached"]
     assert answers[0]["key"] == answers[2]["key"] != answers[1]["key"] == answers[3]["key"]
-    assert EmbeddingHandle.read(answers[2]["handle"]).grid == EmbeddingHandle.read(answers[0]["handle"]).grid
+    assert (
+        EmbeddingHandle.parse(answers[2]["handle"]).grid == EmbeddingHandle.parse(answers[0]["handle"]).grid
+    )
     assert (counts.processed, counts.decoded) == (2, 2)
 
 

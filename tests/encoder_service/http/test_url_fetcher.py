@@ -26,7 +26,7 @@ from cornplug.encoder_service.http.fetch_slots import FetchSlots
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
 from cornplug.encoder_service.preprocess.decode_lanes import ByteBudget
 from cornplug.errors import ConfigError, EncoderRefused
-from cornplug.qos import ONE_CLASS, ServiceClass
+from cornplug.qos import DEFAULT_CLASS, ServiceClass
 
 from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
@@ -136,7 +136,7 @@ class Site:
     def fetcher(
         self,
         *,
-        classes: Sequence[ServiceClass] = (ONE_CLASS,),
+        classes: Sequence[ServiceClass] = (DEFAULT_CLASS,),
         max_fetches: int = 64,
         max_waiting: int = 256,
         fetch_deadline_s: float = 30.0,
@@ -151,7 +151,7 @@ class Site:
         config = load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder
         slots = FetchSlots(classes, max_fetches, max_waiting=max_waiting)
         limits = {"max_bytes": config.max_body_bytes, "deadline_s": fetch_deadline_s}
-        self._fetchers.append(UrlFetcher(UrlRules.of(config), slots, **limits))
+        self._fetchers.append(UrlFetcher(UrlRules.from_config(config), slots, **limits))
         return self._fetchers[-1]
 
     def url(self, path: str = "image", host: str = "images.test", scheme: str = "http") -> str:
@@ -204,16 +204,18 @@ def runner() -> Iterator[None]:
 
 
 RUNNER = asyncio.Runner()
-BUDGET = ByteBudget({ONE_CLASS: 1.0}, 1 << 30, purpose="to receive it")
+BUDGET = ByteBudget({DEFAULT_CLASS: 1.0}, 1 << 30, purpose="to receive it")
 
 
-async def get(fetcher: UrlFetcher, url: str, qos: ServiceClass = ONE_CLASS, deadline_s: float = 60) -> bytes:
-    with BUDGET.share(ONE_CLASS) as held:
-        return await fetcher.fetch("image", url, qos=qos, deadline_s=deadline_s, held=held)
+async def get(
+    fetcher: UrlFetcher, url: str, qos: ServiceClass = DEFAULT_CLASS, deadline_s: float = 60
+) -> bytes:
+    with BUDGET.open_share(DEFAULT_CLASS) as held:
+        return await fetcher.fetch("image", url, qos=qos, deadline_s=deadline_s, budget_share=held)
 
 
 async def outcome(
-    fetcher: UrlFetcher, url: str, qos: ServiceClass = ONE_CLASS, deadline_s: float = 60
+    fetcher: UrlFetcher, url: str, qos: ServiceClass = DEFAULT_CLASS, deadline_s: float = 60
 ) -> str:
     """ "ok", or the refusal's reason."""
     try:
@@ -429,7 +431,7 @@ def test_url_fetcher_without_hosts_fetches_nothing(
 ) -> None:
     (tmp_path / "no_hosts.toml").write_text("[encoder]\nallow_hosts = []\n")
     monkeypatch.chdir(tmp_path)
-    fetcher = UrlFetcher.of(load({}, environ=nothing).encoder, [ONE_CLASS])
+    fetcher = UrlFetcher.from_config(load({}, environ=nothing).encoder, [DEFAULT_CLASS])
     assert refusal(fetcher, "http://images.test/") == "remote_url"
     assert not names.asked
 
@@ -470,12 +472,12 @@ def test_url_fetcher_url_and_bytes_give_same_key(
 )
 def test_url_rules_invalid_settings_are_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        UrlRules.of(load({f"encoder.{field}": value}, environ={}).encoder)
+        UrlRules.from_config(load({f"encoder.{field}": value}, environ={}).encoder)
 
 
 def test_url_rules_port_belongs_to_the_entry_that_matches() -> None:
     entries = "a.test, b.test:8080, *.cdn.test, *.cdn.test:8443, [fd00::1]:8080, fd00::2, fd00::3:80"
-    rules = UrlRules.of(load({"encoder.allow_hosts": entries}, environ={}).encoder)
+    rules = UrlRules.from_config(load({"encoder.allow_hosts": entries}, environ={}).encoder)
     ports = (22, 80, 443, 8080, 8443)
     expected = {
         "a.test": [80, 443],
@@ -491,10 +493,10 @@ def test_url_rules_port_belongs_to_the_entry_that_matches() -> None:
 
 
 def test_url_rules_any_host_allows_default_ports_only() -> None:
-    rules = UrlRules.of(load({"encoder.allow_hosts": "*, b.test:8080"}, environ={}).encoder)
+    rules = UrlRules.from_config(load({"encoder.allow_hosts": "*, b.test:8080"}, environ={}).encoder)
     assert [port for port in (22, 80, 443, 8080) if rules.allows_port("a.test", port)] == [80, 443]
     assert [port for port in (22, 80, 443, 8080) if rules.allows_port("b.test", port)] == [80, 443, 8080]
-    rules = UrlRules.of(load({"encoder.allow_hosts": "*:8080"}, environ={}).encoder)
+    rules = UrlRules.from_config(load({"encoder.allow_hosts": "*:8080"}, environ={}).encoder)
     assert [port for port in (22, 80, 443, 8080) if rules.allows_port("a.test", port)] == [8080]
 
 
@@ -535,16 +537,16 @@ CLOSED = (
 
 def test_url_rules_by_default_allow_every_public_host() -> None:
     """An engine without a tower takes the URLs that a stock one takes."""
-    rules = UrlRules.of(load({}, environ={}).encoder)
+    rules = UrlRules.from_config(load({}, environ={}).encoder)
     assert rules.allows_host("images.example.org")
     addresses = {text: rules.allows_address(ipaddress.ip_address(text)) for text in PUBLIC + CLOSED}
     assert addresses == {**dict.fromkeys(PUBLIC, True), **dict.fromkeys(CLOSED, False)}
-    listed = UrlRules.of(load({"encoder.allow_networks": "168.63.129.16"}, environ={}).encoder)
+    listed = UrlRules.from_config(load({"encoder.allow_networks": "168.63.129.16"}, environ={}).encoder)
     assert listed.allows_address(ipaddress.ip_address("168.63.129.16"))
 
 
 def test_url_fetcher_any_host_is_held_to_the_rules_about_addresses(site: Site, names: Names) -> None:
-    fetcher = UrlFetcher.of(load({}, environ={}).encoder, [ONE_CLASS])
+    fetcher = UrlFetcher.from_config(load({}, environ={}).encoder, [DEFAULT_CLASS])
     names.answers["inside.test"] = [["8.8.8.8", "10.0.0.1"]]
     assert refusal(fetcher, "http://inside.test/") == refusal(fetcher, "http://127.0.0.1/") == "remote_url"
     fetcher = site.fetcher(allow_hosts=f"*, *:{site.port}")

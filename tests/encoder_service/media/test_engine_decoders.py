@@ -35,7 +35,7 @@ def odd_files() -> Mapping[str, bytes]:
 def ours(data: bytes, decoding: Decoding) -> list[Any] | None:
     """As `engine_decoder` has it."""
     try:
-        rgb = image.as_received(image.decode(data, 1 << 30, formats=hostile_images.FORMATS), decoding)
+        rgb = image.to_engine_rgb(image.decode(data, 1 << 30, formats=hostile_images.FORMATS), decoding)
     except MediaError:
         return None
     return [rgb.width, rgb.height, hashlib.sha256(rgb.tobytes()).hexdigest()]

@@ -10,7 +10,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.media.image import as_received, decode, digest_image
+from cornplug.encoder_service.media.image import decode, digest_image, to_engine_rgb
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
@@ -55,21 +55,21 @@ def test_image_changed_pixel_or_shape_changes_digest() -> None:
 def test_image_transparency_becomes_white() -> None:
     clear = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
     clear.putpixel((1, 0), (10, 20, 30, 255))
-    assert as_received(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
+    assert to_engine_rgb(clear).tobytes() == bytes([255, 255, 255, 10, 20, 30])
     grey = Image.new("LA", (1, 1), (7, 0))
-    assert as_received(grey).getpixel((0, 0)) == (255, 255, 255)
-    assert as_received(grey, "sglang-0.5.23").getpixel((0, 0)) == (7, 7, 7)
+    assert to_engine_rgb(grey).getpixel((0, 0)) == (255, 255, 255)
+    assert to_engine_rgb(grey, "sglang-0.5.23").getpixel((0, 0)) == (7, 7, 7)
     palette = sample_image(2).convert("P")
     palette.info["transparency"] = palette.getpixel((0, 0))
-    assert as_received(palette).getpixel((0, 0)) == (255, 255, 255)
+    assert to_engine_rgb(palette).getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_image_rgb_with_transparent_colour_follows_release() -> None:
     image = sample_image(3)
     image.info["transparency"] = image.getpixel((0, 0))
-    assert as_received(image, "vllm-0.32").tobytes() == sample_image(3).tobytes()
-    assert as_received(image, "sglang-0.5.23").tobytes() == sample_image(3).tobytes()
-    assert as_received(image, "vllm-0.33").getpixel((0, 0)) == (255, 255, 255)
+    assert to_engine_rgb(image, "vllm-0.32").tobytes() == sample_image(3).tobytes()
+    assert to_engine_rgb(image, "sglang-0.5.23").tobytes() == sample_image(3).tobytes()
+    assert to_engine_rgb(image, "vllm-0.33").getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "YCbCr"])
@@ -79,7 +79,7 @@ def test_image_other_modes_become_rgb(mode: str) -> None:
         if mode == "I;16"
         else sample_image(4).convert(mode)
     )
-    assert as_received(image).tobytes() == image.convert("RGB").tobytes()
+    assert to_engine_rgb(image).tobytes() == image.convert("RGB").tobytes()
 
 
 def test_image_exif_orientation_is_applied_once() -> None:
@@ -88,11 +88,11 @@ def test_image_exif_orientation_is_applied_once() -> None:
     exif[0x0112] = 6
     data = saved(turned, "PNG", exif=exif.tobytes())
     image = decode(data, MAX)
-    upright = as_received(image)
+    upright = to_engine_rgb(image)
     assert upright.size == (60, 70)
     assert upright.tobytes() == turned.transpose(Image.Transpose.ROTATE_270).tobytes()
-    assert as_received(upright).tobytes() == upright.tobytes()
-    assert as_received(image, "sglang-0.5.23").tobytes() == turned.tobytes()
+    assert to_engine_rgb(upright).tobytes() == upright.tobytes()
+    assert to_engine_rgb(image, "sglang-0.5.23").tobytes() == turned.tobytes()
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:

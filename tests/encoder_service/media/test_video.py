@@ -55,7 +55,7 @@ def test_video_pixels_and_times_equal_vllm(kind: str) -> None:
     target = video_module.VideoTargetMetadata(8, -1, 300)
     frames, source, _, valid = opencv.decode_opencv(video_module.VideoBackend, FILES[kind], target, {})
     ours = decode(FILES[kind])
-    assert (ours.source.total, ours.source.fps) == (source.total_frames_num, source.original_fps)
+    assert (ours.header.total, ours.header.fps) == (source.total_frames_num, source.original_fps)
     assert list(ours.indices) == valid
     assert np.array_equal(ours.frames, frames)
 

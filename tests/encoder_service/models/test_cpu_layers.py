@@ -17,7 +17,7 @@ from ..conftest import Requests
 
 
 def opened(path: Path, dtype: str) -> LoadedModel:
-    (loaded,) = ModelRegistry.open([str(path)], dtype=dtype, device="cpu").loaded()
+    (loaded,) = ModelRegistry.open([str(path)], dtype=dtype, device="cpu").loaded_models()
     return loaded
 
 
@@ -33,7 +33,7 @@ def test_packed_tower_gives_same_features(
     assert any(
         isinstance(part, model_loader.PackedLinear) for layer in layers_of(packed) for part in layer.modules()
     )
-    monkeypatch.setattr(model_loader, "speed_up", lambda tower: None)
+    monkeypatch.setattr(model_loader, "replace_slow_layers", lambda tower: None)
     plain = opened(llava_pair[0], dtype).tower
     item = plain.prepare(request_for(llava_pair[0], 1).inputs)
     for got, want in zip(packed.encode([item, item]), plain.encode([item, item]), strict=True):

@@ -19,9 +19,9 @@ from ..conftest import Requests
 def test_compiled_tower_features_equal_uncompiled(
     registry: ModelRegistry, request_for: Requests, qwen: Path
 ) -> None:
-    plain = registry.by_name(str(qwen))
+    plain = registry.find_by_name(str(qwen))
     assert plain is not None
-    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
+    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded_models()
     tower = loaded.tower
     assert isinstance(tower, CompiledTower)
     assert tower.layers
@@ -38,7 +38,7 @@ def test_compiled_tower_features_equal_uncompiled(
 def test_compiled_tower_uncompilable_runs_uncompiled(
     qwen: Path, registry: ModelRegistry, request_for: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = registry.by_name(str(qwen))
+    plain = registry.find_by_name(str(qwen))
     assert plain is not None
 
     def refuse(module: nn.Module, **_: object) -> None:
@@ -48,7 +48,7 @@ def test_compiled_tower_uncompilable_runs_uncompiled(
         module._compiled_call_impl = fail
 
     monkeypatch.setattr(nn.Module, "compile", refuse)
-    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded()
+    (loaded,) = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu", compile=True).loaded_models()
     before = CompiledTower.failures
     item = loaded.tower.prepare(request_for(qwen, 1).inputs)
     (want,) = plain.tower.encode([item])

@@ -14,10 +14,10 @@ from cornplug.encoder_service.preprocess.decode_lanes import (
     ByteBudget,
     DecodeLanes,
     DecodeLimits,
-    QueueTurn,
-    work_of,
+    QueuedWork,
+    decode_cost,
 )
-from cornplug.encoder_service.preprocess.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.errors import EncoderRefused
@@ -31,8 +31,8 @@ NIGHTLY = ServiceClass(name="nightly", share=0.02, priority=-1)
 CLASSES = (PREMIUM, STANDARD, NIGHTLY)
 BUDGET = ByteBudget({qos: qos.share for qos in CLASSES}, 1 << 30, purpose="to prepare it")
 LARGE, SMALL = (
-    work_of(MediumHeader(held_bytes=0, work=25e6)),
-    work_of(MediumHeader(held_bytes=0, work=1e5)),
+    decode_cost(MediaHeader(decoded_bytes=0, work=25e6)),
+    decode_cost(MediaHeader(decoded_bytes=0, work=1e5)),
 )
 
 
@@ -51,19 +51,19 @@ class Rig:
             return run(context)
 
         fields: dict[str, Any] = {"cost": SMALL, "qos": qos, "app": "a", "deadline_s": 30.0, **changes}
-        return self.decode_lanes.submit("image", noted, budget_share=BUDGET.share(qos), **fields)
+        return self.decode_lanes.submit("image", noted, budget_share=BUDGET.open_share(qos), **fields)
 
     def sleep(
         self, name: str, qos: ServiceClass, seconds: float, **changes: Any
-    ) -> QueueTurn[None] | AdmissionRefusal:
-        made: QueueTurn[None] | AdmissionRefusal = self.ask(
+    ) -> QueuedWork[None] | AdmissionRefusal:
+        made: QueuedWork[None] | AdmissionRefusal = self.ask(
             name, qos, lambda context: time.sleep(seconds), **changes
         )
         return made
 
-    def held(self, name: str, qos: ServiceClass, go: threading.Event) -> QueueTurn[bool]:
+    def held(self, name: str, qos: ServiceClass, go: threading.Event) -> QueuedWork[bool]:
         """Work that ends when it is let go."""
-        made: QueueTurn[bool] = self.ask(name, qos, lambda context: go.wait(20))
+        made: QueuedWork[bool] = self.ask(name, qos, lambda context: go.wait(20))
         return made
 
 
@@ -74,8 +74,8 @@ def rig() -> Iterator[Rig]:
     one.decode_lanes.close()
 
 
-def turn(made: QueueTurn[Any] | AdmissionRefusal) -> QueueTurn[Any]:
-    assert isinstance(made, QueueTurn), made
+def turn(made: QueuedWork[Any] | AdmissionRefusal) -> QueuedWork[Any]:
+    assert isinstance(made, QueuedWork), made
     return made
 
 
@@ -87,7 +87,7 @@ def test_decode_lanes_serve_classes_and_apps_in_fair_order(rig: Rig) -> None:
     made = [rig.sleep(f"n{i}", NIGHTLY, 0.0, cost=LARGE) for i in range(6)]
     made += [rig.sleep("s0", STANDARD, 0.0, app="b"), rig.sleep("s1", STANDARD, 0.0, app="b")]
     made += [rig.sleep("p0", PREMIUM, 0.0)]
-    assert rig.decode_lanes.queue()["nightly"][0] == 6
+    assert rig.decode_lanes.queue_by_class()["nightly"][0] == 6
     go.set()
     for each in [*holding, *map(turn, made)]:
         each.future.result(60)
@@ -118,7 +118,7 @@ def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
         turn(rig.sleep("warm", PREMIUM, 0.004)).future.result(60)
         turn(rig.sleep("warm", NIGHTLY, 0.1, cost=LARGE)).future.result(60)
     refused, asked, ends = 0, 40, list[float]()
-    flood: list[QueueTurn[None]] = []
+    flood: list[QueuedWork[None]] = []
     for i in range(asked):
         for _ in range(3):
             made = rig.sleep(f"n{i}", NIGHTLY, 0.1, cost=LARGE, deadline_s=3.0)
@@ -139,7 +139,7 @@ def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
     # A machine that stands still makes some late; before, nearly all were.
     assert late <= 0.25 * asked, f"{late} of {asked} were late: {sorted(ends)[-5:]}"
     assert refused > 0, "what cannot be in time is refused at once"
-    assert rig.decode_lanes.predicted_s()["premium"] < rig.decode_lanes.predicted_s()["nightly"]
+    assert rig.decode_lanes.predict_by_class_s()["premium"] < rig.decode_lanes.predict_by_class_s()["nightly"]
     for each in flood:
         each.cancel()
 
@@ -159,7 +159,7 @@ def test_decode_lanes_late_is_refused_and_cancelled_is_dropped(rig: Rig) -> None
     for each in holding:
         each.future.result(60)
     assert rig.order == ["holds"] * 2
-    eventually(lambda: rig.decode_lanes.queue() == {})
+    eventually(lambda: rig.decode_lanes.queue_by_class() == {})
 
 
 def test_decode_lanes_keep_class_slots_and_isolate_faults(rig: Rig) -> None:
@@ -173,13 +173,13 @@ def test_decode_lanes_keep_class_slots_and_isolate_faults(rig: Rig) -> None:
     full = [each for each in made if isinstance(each, AdmissionRefusal)]
     assert full
     assert full[0].reason == "over_share" or full[0].reason == "overloaded"
-    assert isinstance(rig.sleep("p", PREMIUM, 0.0), QueueTurn)
+    assert isinstance(rig.sleep("p", PREMIUM, 0.0), QueuedWork)
     go.set()
 
 
 def test_decode_lanes_true_cost_is_charged_to_the_class(rig: Rig) -> None:
     def reprice(context: PreprocessContext) -> None:
-        context.admit(MediumHeader(held_bytes=0, work=25e6), 0)
+        context.admit(MediaHeader(decoded_bytes=0, work=25e6), 0)
 
     turn(rig.ask("one", NIGHTLY, reprice)).future.result(60)
     assert rig.decode_lanes._batcher._fair_queue._states[NIGHTLY].apps["a"] == LARGE
@@ -189,12 +189,12 @@ def test_decode_lanes_stuck_jobs_make_it_not_ready(rig: Rig, monkeypatch: pytest
     go = threading.Event()
     holding = [rig.held("holds", PREMIUM, go) for _ in range(2)]
     eventually(lambda: rig.order == ["holds"] * 2)
-    assert rig.decode_lanes.ready()
+    assert rig.decode_lanes.is_ready()
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)
-    eventually(lambda: not rig.decode_lanes.ready())
+    eventually(lambda: not rig.decode_lanes.is_ready())
     go.set()
     for each in holding:
         each.future.result(60)
-    assert rig.decode_lanes.ready()
+    assert rig.decode_lanes.is_ready()
     rig.decode_lanes.close()
-    assert not rig.decode_lanes.ready()
+    assert not rig.decode_lanes.is_ready()

@@ -17,12 +17,12 @@ from cornplug.encoder_service.media import audio
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess import preparer as preparer_module
 from cornplug.encoder_service.preprocess.preparer import (
-    FileMemo,
+    DecodedFileCache,
     MediaPreparer,
-    MediumSource,
-    PreprocessedMedium,
+    MediaSource,
+    PreprocessedMedia,
 )
-from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits, PreprocessContext
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediaLimits, PreprocessContext
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
@@ -42,15 +42,15 @@ def on_header(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def preparer(on_header: Path) -> MediaPreparer:
     registry = ModelRegistry.open([str(on_header)], dtype="float32", device="cpu")
-    return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_media_s=10))
+    return MediaPreparer(registry, secret=SECRET, limits=MediaLimits(max_media_s=10))
 
 
-def source(path: Path, modality: Modality, *parts: bytes, **fields: Any) -> MediumSource:
+def source(path: Path, modality: Modality, *parts: bytes, **fields: Any) -> MediaSource:
     common = {"salt": None, "deadline_s": 5.0, **fields}
-    return MediumSource(model=str(path), modality=modality, parts=parts, **common)
+    return MediaSource(model=str(path), modality=modality, contents=parts, **common)
 
 
-def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMedium:
+def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMedia:
     return preparer.prepare(source(path, "audio", data))
 
 
@@ -71,7 +71,7 @@ def test_preparer_key_depends_on_samples_model_and_salt(preparer: MediaPreparer,
     )
     assert by_wav.request == by_flac.request
     assert by_wav.request.inputs == {}
-    served = preparer._registry.served()[0]
+    served = preparer._registry.served_models()[0]
     digest = audio.decode(wav(SPOKEN), max_s=9).digest()
     assert by_wav.media_digest == digest
     assert by_wav.request.key == embedding_key(SECRET, served.identity, digest, None)
@@ -114,10 +114,10 @@ def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, o
 
 def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
-    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
     data = video(moving(31), "matroska", "libx264rgb", pix_fmt="rgb24", crf="0")
 
-    def prepare(**options: Any) -> PreprocessedMedium:
+    def prepare(**options: Any) -> PreprocessedMedia:
         return preparer.prepare(source(qwen, "video", data, **options))
 
     made, denser = prepare(), prepare(sampling=FrameSampling(fps=5))
@@ -126,7 +126,7 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
         videos=[torch.from_numpy(shown).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
     )
     assert torch.equal(made.inputs["pixel_values_videos"], theirs["pixel_values_videos"])
-    served = registry.served()[0]
+    served = registry.served_models()[0]
     assert made.request.identity == served.identity_for("video") != served.identity
     assert denser.media_digest != made.media_digest
     assert denser.request.key != made.request.key
@@ -140,7 +140,7 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
 
 def test_preparer_image_with_frame_sampling_is_refused(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
-    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
     with pytest.raises(EncoderRefused, match="to videos only") as e:
         preparer.prepare(source(qwen, "image", png(sample_image(1)), sampling=FrameSampling(fps=1)))
     assert e.value.reason == "bad_input"
@@ -159,38 +159,38 @@ class Broken:
 
 @pytest.mark.parametrize(
     "limits",
-    [MediumLimits(max_pixels=100), MediumLimits(max_pixels=10_000)],
+    [MediaLimits(max_pixels=100), MediaLimits(max_pixels=10_000)],
 )
 def test_preparer_remembered_file_under_other_limits_is_decoded_anew(
-    qwen_registry: ModelRegistry, qwen: Path, limits: MediumLimits
+    qwen_registry: ModelRegistry, qwen: Path, limits: MediaLimits
 ) -> None:
-    with mock.patch.object(preparer_module, "FileMemo", return_value=FileMemo(8)):
+    with mock.patch.object(preparer_module, "DecodedFileCache", return_value=DecodedFileCache(8)):
         wide, other = (
-            MediaPreparer(qwen_registry, secret=SECRET, limits=each) for each in (MediumLimits(), limits)
+            MediaPreparer(qwen_registry, secret=SECRET, limits=each) for each in (MediaLimits(), limits)
         )
     medium = source(qwen, "image", png(sample_image(1)))
     made = wide.prepare(medium)
-    known = wide.open(medium).recall(answered)
+    known = wide.open(medium).look_up_cached(answered)
     assert known is not None
-    assert known.answer is not None
+    assert known.cached_reply is not None
     assert known.request.key == made.request.key
-    assert other.open(medium).recall(answered) is None
+    assert other.open(medium).look_up_cached(answered) is None
 
 
 def test_preparer_remembered_file_for_another_engine_is_decoded_anew(
     qwen_registry: ModelRegistry, qwen: Path
 ) -> None:
     """EXIF orientation and transparency: vLLM applies both, SGLang neither."""
-    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediaLimits())
     image = sample_image(2, 80, 40).convert("RGBA")
     image.putalpha(100)
     data = png(image)
     keys = []
     for rule in ("vllm-0.33", "sglang-0.5.23"):
         medium = source(qwen, "image", data, decoding=rule)
-        assert preparer.open(medium).recall(answered) is None
+        assert preparer.open(medium).look_up_cached(answered) is None
         keys.append(preparer.prepare(medium).request.key)
-        known = preparer.open(medium).recall(answered)
+        known = preparer.open(medium).look_up_cached(answered)
         assert known is not None
         assert known.request.key == keys[-1]
     assert keys[0] != keys[1]
@@ -199,26 +199,26 @@ def test_preparer_remembered_file_for_another_engine_is_decoded_anew(
 def test_preparer_remembered_file_of_a_medium_not_cached_is_not_answered(
     qwen_registry: ModelRegistry, qwen: Path
 ) -> None:
-    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediaLimits())
     medium = source(qwen, "image", png(sample_image(3)))
     preparer.prepare(medium)
-    assert preparer.open(medium).recall(lambda request: None) is None
+    assert preparer.open(medium).look_up_cached(lambda request: None) is None
 
 
 def test_preparer_refused_file_is_not_remembered(qwen_registry: ModelRegistry, qwen: Path) -> None:
-    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits(max_pixels=100))
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediaLimits(max_pixels=100))
     medium = source(qwen, "image", png(sample_image(1)))
     with pytest.raises(MediaError):
         preparer.prepare(medium)
-    assert preparer.open(medium).recall(answered) is None
+    assert preparer.open(medium).look_up_cached(answered) is None
 
 
 def test_preparer_audio_repeated_file_is_recalled(preparer: MediaPreparer, on_header: Path) -> None:
     medium = source(on_header, "audio", wav(tone(1.1)))
     made = preparer.prepare(medium)
     context = PreprocessContext(decoder=Broken())
-    known = preparer.open(medium).recall(answered)
+    known = preparer.open(medium).look_up_cached(answered)
     assert known is not None
     assert (known.request.key, dict(known.inputs)) == (made.request.key, {})
-    with pytest.raises(AssertionError, match="decoded by audio"):
+    with pytest.raises(AssertionError, match="decoded by decode_audio"):
         preparer.open(medium).prepare(context)

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
-from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, FrameSampling, MediumLimits
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS_CONTEXT, FrameSampling, MediaLimits
 from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from devkit import checkpoints
 
@@ -34,13 +34,15 @@ def test_preprocessors_inputs_equal_whole_processor(name: str, tmp_path: Path) -
     """Its class may ask the image processor for more than the image processor's own file says."""
     recipe, token = RECIPES[name]
     path = recipe(tmp_path / "m")
-    (loaded,) = ModelRegistry.open([str(path)], dtype="float32", device="cpu").loaded()
-    preprocessor = ImagePreprocessor(loaded, MediumLimits())
+    (loaded,) = ModelRegistry.open([str(path)], dtype="float32", device="cpu").loaded_models()
+    preprocessor = ImagePreprocessor(loaded, MediaLimits())
     whole: Any = AutoProcessor.from_pretrained(path)
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = sample_image(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), DEFAULT_DECODING, IN_PROCESS)
+        decoded = preprocessor.decode(
+            [png(image)], "file", FrameSampling(), DEFAULT_DECODING, IN_PROCESS_CONTEXT
+        )
         found = decoded.preprocess()
         grid = dict(preprocessor.shape_inputs(decoded.shape) or {})
         for field in loaded.checkpoint.family.inputs["image"]:

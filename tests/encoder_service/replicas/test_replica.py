@@ -16,7 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.executor import EncodeBatch, compute
+from cornplug.encoder_service.execution.executor import EncodeBatch, compute_batch
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.model_loader import CompiledTower
 from cornplug.encoder_service.model_registry import ModelRegistry
@@ -25,12 +25,12 @@ from cornplug.encoder_service.replica import (
     ReplicaMetrics,
     ReplicaProcess,
     ReplicaSettings,
-    cores,
-    devices_of,
+    count_cores,
     open_replicas,
+    replica_devices,
 )
-from cornplug.encoder_service.replica_ipc import OpenModels, ReplicaReady, SharedBuffer
-from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.replica_main import OpenModels, ReplicaReady, SharedBuffer
+from cornplug.encoder_service.scheduling.batcher import EncodeResult
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
@@ -54,7 +54,7 @@ def front(llava_pair: tuple[Path, Path], qwen: Path) -> ModelRegistry:
 @pytest.fixture(scope="module")
 def replicas(front: ModelRegistry) -> Iterator[list[ReplicaExecutor]]:
     """Two, on the CPU."""
-    made = open_replicas(["cpu", "cpu"], ONE_THREAD, front.loaded())
+    made = open_replicas(["cpu", "cpu"], ONE_THREAD, front.loaded_models())
     yield made
     for replica in made:
         replica.close()
@@ -76,7 +76,7 @@ def kill(replica: ReplicaExecutor) -> int:
     return pid
 
 
-def ok(future: Future[Answer]) -> EncodeReply:
+def ok(future: Future[EncodeResult]) -> EncodeReply:
     answer = future.result(60)
     assert isinstance(answer, EncodeReply), answer
     return answer
@@ -92,11 +92,11 @@ def test_replica_embeddings_equal_in_process(
     for path in (*llava_pair, qwen):
         request = request_for(path, 1)
         answer = ok(encoder.submit(request))
-        here = registry.by_identity(request.identity)
+        here = registry.find_by_identity(request.identity)
         assert here is not None
         item = here.tower.prepare(request.inputs)
-        task = EncodeBatch(items=(item,), features=(None,), wanted=((here, 0),), keep=False)
-        (want,) = compute(task).embeddings
+        task = EncodeBatch(items=(item,), features=(None,), targets=((here, 0),), returns_features=False)
+        (want,) = compute_batch(task).embeddings
         assert answer.tensor is not None
         got = torch.frombuffer(bytearray(answer.tensor.data), dtype=torch.float32).reshape(want.shape)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
@@ -105,7 +105,7 @@ def test_replica_embeddings_equal_in_process(
 
 
 def test_registry_on_meta_device_holds_no_weights(front: ModelRegistry) -> None:
-    for loaded in front.loaded():
+    for loaded in front.loaded_models():
         parts = [v for half in (loaded.tower, loaded.projector) for v in vars(half).values()]
         tensors = [p for m in parts if isinstance(m, torch.nn.Module) for p in m.parameters()]
         assert tensors
@@ -118,29 +118,33 @@ def test_tower_every_family_checks_inputs_without_weights(name: str, tmp_path: P
     path = CASES[name].make(tmp_path / "tiny")
     front, whole = (ModelRegistry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
     given = wire(CASES[name].inputs(path)[0])
-    here, there = front.loaded()[0].tower.prepare(given), whole.loaded()[0].tower.prepare(given)
-    assert CompiledTower(whole.loaded()[0].tower).layers, "--compile would do nothing"
+    here, there = front.loaded_models()[0].tower.prepare(given), whole.loaded_models()[0].tower.prepare(given)
+    assert CompiledTower(whole.loaded_models()[0].tower).layers, "--compile would do nothing"
     assert (here.digests, here.tokens, here.geometry) == (there.digests, there.tokens, there.geometry)
 
 
 def test_tower_item_every_field_reaches_a_replica() -> None:
-    """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it. Features are
-    named before they are computed, so `names_digest` stays in front."""
+    """A new one needs a place in `replica_wire.MediaInput`, or replicas would compute without it. Features
+    are named before they are computed, so `names_digest` stays in front."""
     assert {field.name for field in fields(TowerItem)} == {"tensors", "names_digest", "tokens", "geometry"}
 
 
 def test_replica_tower_error_fails_batch_without_restart(
     replicas: list[ReplicaExecutor], front: ModelRegistry, request_for: Requests, qwen: Path
 ) -> None:
-    loaded = front.by_name(str(qwen))
+    loaded = front.find_by_name(str(qwen))
     assert loaded is not None
     assert replicas[0].wait_ready(60)
     item = loaded.tower.prepare(request_for(qwen, 1).inputs)
     broken = TowerItem(tensors=(item.tensors[0][:-1], item.tensors[1]), tokens=item.tokens)
     pid = replicas[0].pid
     with pytest.raises(RuntimeError, match="Error"):
-        replicas[0].run(EncodeBatch(items=(broken,), features=(None,), wanted=((loaded, 0),), keep=False))
-    good = replicas[0].run(EncodeBatch(items=(item,), features=(None,), wanted=((loaded, 0),), keep=True))
+        replicas[0].run(
+            EncodeBatch(items=(broken,), features=(None,), targets=((loaded, 0),), returns_features=False)
+        )
+    good = replicas[0].run(
+        EncodeBatch(items=(item,), features=(None,), targets=((loaded, 0),), returns_features=True)
+    )
     assert set(good.features) == {0}
     assert replicas[0].pid == pid
 
@@ -151,11 +155,11 @@ def test_replica_killed_while_idle_fails_no_request(
     old = kill(replicas[0])
     for seed in range(10, 16):
         ok(encoder.submit(request_for(qwen, seed)))
-    eventually(lambda: replicas[0].ends["died"] == 1)
+    eventually(lambda: replicas[0].exit_counts["died"] == 1)
     assert "SIGKILL" in replicas[0].problem
     assert replicas[0].wait_ready(60)
     assert replicas[0].pid != old
-    assert encoder.healthy()
+    assert encoder.is_healthy()
 
 
 def test_replica_killed_while_computing_batch_runs_again(
@@ -176,7 +180,7 @@ def test_replicas_all_killed_refuse_at_once_then_recover(
 ) -> None:
     for replica in replicas:
         assert replica.wait_ready(60)
-    before = [replica.ends["died"] for replica in replicas]
+    before = [replica.exit_counts["died"] for replica in replicas]
     for replica in replicas:
         os.kill(replica.pid or 0, signal.SIGSTOP)
     held = [encoder.submit(request_for(qwen, seed)) for seed in range(30, 34)]
@@ -188,13 +192,13 @@ def test_replicas_all_killed_refuse_at_once_then_recover(
         assert isinstance(refused, EncodeRefusal)
         assert refused.reason == "internal"
         assert refused.retry_after_s
-    if not encoder.healthy():
+    if not encoder.is_healthy():
         answer = encoder.submit(request_for(qwen, 35)).result(5)
         assert isinstance(answer, EncodeRefusal)
         assert (answer.reason, bool(answer.retry_after_s)) == ("overloaded", True)
         assert "no replica" in answer.message
     # A supervisor notices the end after the request that lost its process.
-    eventually(lambda: [replica.ends["died"] for replica in replicas] == [n + 1 for n in before])
+    eventually(lambda: [replica.exit_counts["died"] for replica in replicas] == [n + 1 for n in before])
     registry = CollectorRegistry()
     registry.register(ReplicaMetrics(replicas))
     died = [
@@ -210,12 +214,12 @@ def test_replica_close_leaves_no_process(replicas: list[ReplicaExecutor]) -> Non
     replicas[0].close()
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(ReplicaLost):
-        replicas[0].run(EncodeBatch(items=(), features=(), wanted=(), keep=False))
+        replicas[0].run(EncodeBatch(items=(), features=(), targets=(), returns_features=False))
 
 
 def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
     path = checkpoints.qwen2_vl(tmp_path / "q")
-    served = ModelRegistry.open([str(path)], dtype="float32", device="meta").loaded()
+    served = ModelRegistry.open([str(path)], dtype="float32", device="meta").loaded_models()
     # Other weights by the time the replica reads them.
     shutil.rmtree(path)
     checkpoints.qwen2_vl(path, tower_seed=9)
@@ -226,7 +230,7 @@ def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "replicas", "words"),
     [
-        ("cpu", cores() + 1, f"{cores()} cores"),
+        ("cpu", count_cores() + 1, f"{count_cores()} cores"),
         ("cpu", -1, "were requested"),
         ("cuda", 4096, "GPUs"),
         ("cuda:1", 2, "is a single GPU"),
@@ -234,7 +238,7 @@ def test_open_replicas_unloadable_model_stops_the_start(tmp_path: Path) -> None:
 )
 def test_devices_of_more_replicas_than_devices_is_an_error(device: str, replicas: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        devices_of(device, replicas)
+        replica_devices(device, replicas)
     assert error.value.field == "--replicas"
 
 
@@ -259,8 +263,10 @@ def test_replica_process_in_folder_with_planted_modules_does_not_import_them(
     monkeypatch.chdir(tmp_path)
     process = ReplicaProcess(1)
     try:
-        answer = process.ask(OpenModels(models=(), dtype="float32", device="cpu", threads=1, compile=False))
+        answer = process.send_control(
+            OpenModels(models=(), dtype="float32", device="cpu", threads=1, compile=False)
+        )
         assert answer == ReplicaReady(identities=())
     finally:
-        process.end()
+        process.terminate()
     assert not list(tmp_path.glob("imported-*"))

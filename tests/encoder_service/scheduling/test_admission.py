@@ -10,7 +10,7 @@ from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.wire.messages import EncodeRequest
-from cornplug.qos import ONE_CLASS, ServiceClass
+from cornplug.qos import DEFAULT_CLASS, ServiceClass
 
 GOLD = ServiceClass(name="gold", share=0.5, priority=1)
 TIN = ServiceClass(name="tin", share=0.25)
@@ -39,7 +39,12 @@ class Service:
         return self.now
 
     def job(
-        self, qos: ServiceClass = ONE_CLASS, *, deadline_s: float = 10.0, tokens: int = 100, app: str = "a"
+        self,
+        qos: ServiceClass = DEFAULT_CLASS,
+        *,
+        deadline_s: float = 10.0,
+        tokens: int = 100,
+        app: str = "a",
     ) -> EncodeJob[int]:
         number = next(self._numbers)
         key = number.to_bytes(8, "big")
@@ -59,19 +64,19 @@ class Service:
     def measured(self) -> Service:
         for count in (1, 4, 2, 3, 1, 4):
             batch = [self.job() for _ in range(count)]
-            self.gate.computed(batch, PASS_S + TOKEN_S * 100 * count)
+            self.gate.record_batch(batch, PASS_S + TOKEN_S * 100 * count)
         return self
 
     def come(self, job: EncodeJob[int]) -> str | None:
         """Let it in, or the reason why not."""
-        no = self.gate.refusal(job, self.batcher)
+        no = self.gate.admit(job, self.batcher)
         if no is None:
             self.batcher.join_or_add(job)
         return no and no.reason
 
     def work(self) -> list[EncodeJob[int]]:
         """One batch, from its beginning to its end."""
-        batch = self.batcher.take()
+        batch = self.batcher.take_batch()
         self.now += PASS_S + TOKEN_S * sum(job.tokens for job in batch)
         for job in batch:
             self.batcher.finish(job)
@@ -96,7 +101,7 @@ def test_admission_prediction_is_time_of_queue(waiting: int) -> None:
     for _ in range(waiting):
         assert service.come(service.job(deadline_s=100)) is None
     last = service.job(deadline_s=100)
-    predicted = service.gate.done_s(last, service.batcher)
+    predicted = service.gate.predict_done_s(last, service.batcher)
     service.batcher.join_or_add(last)
     while last not in service.work():
         pass
@@ -107,9 +112,9 @@ def test_admission_prediction_counts_rest_of_running_batch() -> None:
     service = Service().measured()
     for _ in range(4):
         service.come(service.job())
-    service.batcher.take()
+    service.batcher.take_batch()
     service.now += 0.25
-    assert service.gate.done_s(service.job(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
+    assert service.gate.predict_done_s(service.job(), service.batcher) == pytest.approx(0.25 + 0.2, rel=0.1)
 
 
 def test_admission_prediction_divides_queue_by_lanes() -> None:
@@ -118,27 +123,27 @@ def test_admission_prediction_divides_queue_by_lanes() -> None:
         for _ in range(64):
             service.come(service.job(deadline_s=100))
     last = [service.job(deadline_s=100) for service in (one, four)]
-    predicted = [s.gate.done_s(job, s.batcher) for s, job in zip((one, four), last, strict=True)]
+    predicted = [s.gate.predict_done_s(job, s.batcher) for s, job in zip((one, four), last, strict=True)]
     assert predicted[0] > 3 * predicted[1]
 
 
 def test_admission_retry_after_is_when_request_is_admitted() -> None:
     service = Service().measured()
-    while (no := service.gate.refusal(service.job(deadline_s=3.0), service.batcher)) is None:
+    while (no := service.gate.admit(service.job(deadline_s=3.0), service.batcher)) is None:
         service.batcher.join_or_add(service.job(deadline_s=3.0))
     for _ in range(12):  # others, who have more time
         service.batcher.join_or_add(service.job(deadline_s=2.9))
-    no = service.gate.refusal(service.job(deadline_s=3.0), service.batcher)
+    no = service.gate.admit(service.job(deadline_s=3.0), service.batcher)
     assert no is not None
     assert no.retry_after_s > 1
     early = service.now + no.retry_after_s / 2
     on_time = service.now + no.retry_after_s
     while service.now < early:
         service.work()
-    assert service.gate.refusal(service.job(deadline_s=3.0), service.batcher) is not None
+    assert service.gate.admit(service.job(deadline_s=3.0), service.batcher) is not None
     while service.now < on_time:
         service.work()
-    assert service.gate.refusal(service.job(deadline_s=3.0), service.batcher) is None
+    assert service.gate.admit(service.job(deadline_s=3.0), service.batcher) is None
 
 
 def test_admission_class_over_share_is_refused_other_admitted() -> None:
@@ -167,19 +172,19 @@ def test_admission_short_deadline_shortens_batches_of_others() -> None:
 
 def test_precheck_full_service_refuses_unless_many_hits() -> None:
     service = Service().measured()
-    assert service.gate.precheck(ONE_CLASS, 0.01, service.batcher) is None
+    assert service.gate.precheck(DEFAULT_CLASS, 0.01, service.batcher) is None
     while service.come(service.job(deadline_s=2.0)) is None:
         pass
-    no = service.gate.precheck(ONE_CLASS, 2.0, service.batcher)
+    no = service.gate.precheck(DEFAULT_CLASS, 2.0, service.batcher)
     assert no is not None
     assert (no.reason, no.retry_after_s > 0) == ("overloaded", True)
-    assert service.gate.precheck(ONE_CLASS, 60.0, service.batcher) is None
+    assert service.gate.precheck(DEFAULT_CLASS, 60.0, service.batcher) is None
     for _ in range(10):
         service.gate.record_cache_outcome(hit=True)
-    assert service.gate.precheck(ONE_CLASS, 2.0, service.batcher) is None
+    assert service.gate.precheck(DEFAULT_CLASS, 2.0, service.batcher) is None
     for _ in range(40):
         service.gate.record_cache_outcome(hit=False)
-    assert service.gate.precheck(ONE_CLASS, 2.0, service.batcher) is not None
+    assert service.gate.precheck(DEFAULT_CLASS, 2.0, service.batcher) is not None
 
 
 def test_admission_single_class_is_never_over_share() -> None:
@@ -192,15 +197,15 @@ def test_admission_single_class_is_never_over_share() -> None:
 def test_admission_prediction_counts_arrivals_of_better_class() -> None:
     service = Service().measured()
     tin = service.job(TIN)
-    alone = service.gate.done_s(tin, service.batcher)
+    alone = service.gate.predict_done_s(tin, service.batcher)
     for _ in range(40):  # of gold, half of what can be served
         service.come(service.job(GOLD))
         service.now += 0.25
-        while service.batcher.queued():
-            service.batcher.finish(service.batcher.take()[0])
+        while service.batcher.count_queued():
+            service.batcher.finish(service.batcher.take_batch()[0])
     for _ in range(8):
         service.batcher.join_or_add(service.job(TIN))
-    with_gold = service.gate.done_s(service.job(TIN), service.batcher)
+    with_gold = service.gate.predict_done_s(service.job(TIN), service.batcher)
     assert with_gold > 2 * alone
 
 
@@ -211,16 +216,16 @@ def test_admission_prediction_leaves_out_what_an_urgent_job_overtakes() -> None:
     )
     for _ in range(5):
         service.batcher.join_or_add(service.job(TIN, tokens=30_000, deadline_s=120))
-    service.batcher.take()
+    service.batcher.take_batch()
     gold = service.job(GOLD)
-    assert service.gate.done_s(gold, service.batcher) == pytest.approx(PASS_S + 100 * TOKEN_S)
+    assert service.gate.predict_done_s(gold, service.batcher) == pytest.approx(PASS_S + 100 * TOKEN_S)
     assert service.come(gold) is None
-    urgent = service.batcher.take_urgent(1)
+    urgent = service.batcher.take_urgent_job(1)
     assert urgent is gold
     # The next one waits for the urgent lane, and still overtakes the others.
-    wait_s = service.gate.done_s(service.job(GOLD), service.batcher)
+    wait_s = service.gate.predict_done_s(service.job(GOLD), service.batcher)
     assert wait_s == pytest.approx(2 * (PASS_S + 100 * TOKEN_S))
-    assert service.gate.done_s(service.job(TIN), service.batcher) > 30
+    assert service.gate.predict_done_s(service.job(TIN), service.batcher) > 30
 
 
 def test_batcher_joined_duplicate_of_better_class_lifts_job() -> None:
@@ -231,7 +236,7 @@ def test_batcher_joined_duplicate_of_better_class_lifts_job() -> None:
     twin = service.job(GOLD)
     twin.key = slow[5].key
     assert service.batcher.join_or_add(twin)
-    assert service.batcher.take()[0] is slow[5]
+    assert service.batcher.take_batch()[0] is slow[5]
     assert slow[5].qos == GOLD
 
 
@@ -246,17 +251,17 @@ def test_batcher_batch_is_bounded_by_shortest_deadline() -> None:
     )
     for job in (service.job(deadline_s=1.0), *(service.job(tokens=900) for _ in range(2))):
         short.join_or_add(job)
-    assert [len(short.take()) for _ in range(3)] == [1, 1, 1]
+    assert [len(short.take_batch()) for _ in range(3)] == [1, 1, 1]
 
 
 def test_predicted_s_each_class_has_its_own_time() -> None:
     service = Service()
-    assert service.gate.predicted_s([GOLD, TIN], service.batcher) == {"gold": 0.0, "tin": 0.0}
+    assert service.gate.predict_by_class_s([GOLD, TIN], service.batcher) == {"gold": 0.0, "tin": 0.0}
     service.measured()
     for _ in range(20):
         service.come(service.job(TIN, deadline_s=100))
     service.come(service.job(GOLD, deadline_s=100))
-    predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
+    predicted = service.gate.predict_by_class_s([GOLD, TIN], service.batcher)
     assert 0.5 < predicted["gold"] < predicted["tin"] / 2
 
 
@@ -266,9 +271,9 @@ def test_predicted_s_of_a_class_is_of_a_medium_like_its_own() -> None:
     service.come(service.job(GOLD))
     service.work()
     service.come(service.job(TIN, tokens=30_000, deadline_s=100))
-    for job in service.batcher.take():
+    for job in service.batcher.take_batch():
         service.batcher.finish(job)
-    predicted = service.gate.predicted_s([GOLD, TIN], service.batcher)
+    predicted = service.gate.predict_by_class_s([GOLD, TIN], service.batcher)
     assert predicted["gold"] < 2 * (PASS_S + 100 * TOKEN_S)
     assert predicted["tin"] > 30
     assert service.gate.precheck(GOLD, 1.0, service.batcher) is None
@@ -277,14 +282,14 @@ def test_predicted_s_of_a_class_is_of_a_medium_like_its_own() -> None:
 def test_predicted_s_huge_medium_does_not_keep_its_class_out() -> None:
     service = Service().measured()
     service.come(service.job(TIN, tokens=30_000, deadline_s=120))
-    service.batcher.take()
+    service.batcher.take_batch()
     # A small medium is refused behind the huge one, and is the class's last from then on.
     assert service.come(service.job(TIN, deadline_s=1)) == "overloaded"
     # A huge medium that is refused does not become the last one.
     assert service.come(service.job(TIN, tokens=90_000, deadline_s=60)) == "overloaded"
-    assert service.gate.predicted_s([TIN], service.batcher)["tin"] < 40
+    assert service.gate.predict_by_class_s([TIN], service.batcher)["tin"] < 40
     service.now += 60
-    assert service.gate.predicted_s([TIN], service.batcher)["tin"] == 0.0
+    assert service.gate.predict_by_class_s([TIN], service.batcher)["tin"] == 0.0
     service.come(service.job(TIN, tokens=30_000, deadline_s=120))
     service.now += 11
     assert service.gate.precheck(TIN, 1.0, service.batcher) is None
@@ -303,10 +308,10 @@ def test_admission_prediction_counts_queue_while_a_usual_lane_serves_it() -> Non
     )
     for tokens in (30_000, 100, *[100] * 200):
         service.batcher.join_or_add(service.job(TIN, tokens=tokens, deadline_s=120))
-    service.batcher.take()
-    assert service.gate.done_s(service.job(GOLD), service.batcher) < 1
-    service.batcher.take()
-    assert service.batcher.ahead(service.job(GOLD), {}).tokens_by_class == {TIN: 200 * 100}
+    service.batcher.take_batch()
+    assert service.gate.predict_done_s(service.job(GOLD), service.batcher) < 1
+    service.batcher.take_batch()
+    assert service.batcher.estimate_backlog(service.job(GOLD), {}).tokens_by_class == {TIN: 200 * 100}
 
 
 def wait_of(qos: ServiceClass) -> PendingRequest:
@@ -315,17 +320,17 @@ def wait_of(qos: ServiceClass) -> PendingRequest:
 
 def test_queue_limit_class_keeps_its_slots_under_flood() -> None:
     limit = QueueLimit([GOLD, TIN], slots=8)
-    entered = [limit.enter(wait_of(TIN)) for _ in range(20)]
+    entered = [limit.acquire(wait_of(TIN)) for _ in range(20)]
     assert entered.count(None) == 4
     gold = [wait_of(GOLD) for _ in range(20)]
-    outcomes = [limit.enter(pending) for pending in gold]
+    outcomes = [limit.acquire(pending) for pending in gold]
     assert outcomes.count(None) == 4
     assert entered[-1] is not None
     assert outcomes[-1] is not None
     assert outcomes[-1][0] == "over_share"
-    limit.leave(gold[0])
-    limit.leave(gold[0])
+    limit.release(gold[0])
+    limit.release(gold[0])
     assert len(limit) == 7
-    assert limit.enter(wait_of(GOLD)) is None
+    assert limit.acquire(wait_of(GOLD)) is None
     assert not limit.drain(0.0)
-    assert limit.enter(wait_of(TIN)) == ("overloaded", "the service is stopping")
+    assert limit.acquire(wait_of(TIN)) == ("overloaded", "the service is stopping")

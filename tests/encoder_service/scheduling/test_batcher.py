@@ -53,9 +53,9 @@ def test_batcher_batch_is_bounded_by_items_in_order() -> None:
     b = batcher(clock)
     for name in "abcde":
         assert not b.join_or_add(job(clock, name))
-    assert b.queued() == 5
-    assert names(b.take()) == "abc"
-    assert names(b.take()) == "de"
+    assert b.count_queued() == 5
+    assert names(b.take_batch()) == "abc"
+    assert names(b.take_batch()) == "de"
 
 
 def test_batcher_batch_is_bounded_by_tokens_none_starves() -> None:
@@ -65,9 +65,9 @@ def test_batcher_batch_is_bounded_by_tokens_none_starves() -> None:
     b.join_or_add(job(clock, "b", tokens=60))
     b.join_or_add(job(clock, "c", tokens=60))
     b.join_or_add(job(clock, "d", tokens=40))
-    assert names(b.take()) == "a"
-    assert names(b.take()) == "bd"
-    assert names(b.take()) == "c"
+    assert names(b.take_batch()) == "a"
+    assert names(b.take_batch()) == "bd"
+    assert names(b.take_batch()) == "c"
 
 
 def test_batcher_batch_has_one_tower_oldest_first() -> None:
@@ -75,8 +75,8 @@ def test_batcher_batch_has_one_tower_oldest_first() -> None:
     b = batcher(clock)
     for name, tower in (("a", TOWER), ("x", OTHER), ("b", TOWER), ("y", OTHER)):
         b.join_or_add(job(clock, name, tower=tower))
-    assert names(b.take()) == "ab"
-    assert names(b.take()) == "xy"
+    assert names(b.take_batch()) == "ab"
+    assert names(b.take_batch()) == "xy"
 
 
 def test_batcher_equal_features_cost_no_batch_slot() -> None:
@@ -85,7 +85,7 @@ def test_batcher_equal_features_cost_no_batch_slot() -> None:
     b.join_or_add(job(clock, "a", feature="f"))
     b.join_or_add(job(clock, "b", feature="g"))
     b.join_or_add(job(clock, "c", feature="f"))
-    assert names(b.take()) == "ac"
+    assert names(b.take_batch()) == "ac"
 
 
 def test_batcher_duplicate_joins_until_job_is_finished() -> None:
@@ -94,7 +94,7 @@ def test_batcher_duplicate_joins_until_job_is_finished() -> None:
     first = job(clock, "a")
     assert not b.join_or_add(first)
     assert b.join_or_add(job(clock, "a"))
-    assert b.take() == [first]
+    assert b.take_batch() == [first]
     assert b.join_or_add(job(clock, "a"))
     assert len(b.finish(first)) == 3
     assert not b.join_or_add(job(clock, "a"))
@@ -115,7 +115,7 @@ def test_batcher_late_requests_are_dropped_others_stay() -> None:
     b.join_or_add(job(clock, "b", deadline_s=1))
     b.join_or_add(job(clock, "b", deadline_s=9))
     clock.now = 2
-    (left,) = b.take()
+    (left,) = b.take_batch()
     assert left.payload == "b"
     assert len(left.requests) == 1
     assert len(clock.late) == 2
@@ -126,7 +126,7 @@ def test_batcher_close_empties_queue_then_ends_take() -> None:
     clock = Clock()
     b = batcher(clock)
     got: list[str] = []
-    thread = threading.Thread(target=lambda: [got.append(names(x)) for x in iter(b.take, [])])
+    thread = threading.Thread(target=lambda: [got.append(names(x)) for x in iter(b.take_batch, [])])
     thread.start()
     b.join_or_add(job(clock, "a"))
     b.close()
@@ -138,8 +138,8 @@ def test_batcher_close_empties_queue_then_ends_take() -> None:
 def test_pending_request_answer_is_set_once() -> None:
     w = pending(Clock())
     answer = EncodeReply(id=1, key=b"k", origin="computed", stored=True, tensor=None, service_time_s=0)
-    assert w.answer(answer)
-    assert not w.answer(answer)
+    assert w.send_reply(answer)
+    assert not w.send_reply(answer)
     gone = pending(Clock())
     gone.future.cancel()
-    assert not gone.answer(answer)
+    assert not gone.send_reply(answer)

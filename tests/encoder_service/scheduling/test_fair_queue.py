@@ -52,8 +52,10 @@ class Queue(list[One]):
     def batch(self, max_items: int = 8) -> list[One]:
         """One batch, which leaves it."""
         first = self._passed_over if self._passed_over in self else None
-        out = form_batch(self, self.fair_queue, max_items=max_items, limit=lambda one: MOST, first=first)
-        self._passed_over = out.passed_over
+        out = form_batch(
+            self, self.fair_queue, max_items=max_items, max_tokens_for=lambda one: MOST, first_job=first
+        )
+        self._passed_over = out.skipped
         assert out.tokens == sum({one.feature_key: one.tokens for one in out.batch}.values())
         for one in out.batch:
             self.remove(one)

@@ -27,7 +27,7 @@ from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.sglang_delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, prove_salt
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.store.memory import MemoryStore
@@ -118,7 +118,7 @@ def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
         answer = await service.encode([url(p) for p in images])
         assert (answer.status_code, answer.json()) == (200, None), answer.text
         frames = await service.received()
-        (loaded,) = service.encoder.registry.loaded()
+        (loaded,) = service.encoder.registry.loaded_models()
         alone = []
         for one in images:
             body = {"model": loaded.served.name, "image": url(one)}
@@ -135,7 +135,7 @@ def test_epd_server_two_images_arrive_as_one_part(run: Run) -> None:
             grid=sent_grid(frames[0]),
             payload=frames[1],
         )
-        assert all(text.encode() in frames[0] for text in said.fields().values())
+        assert all(text.encode() in frames[0] for text in said.to_fields().values())
         assert b"r_local_part_0" in frames[0]
 
     run(scenario)
@@ -168,14 +168,14 @@ def test_epd_server_receivers_register_before_or_after(run: Run, registers_first
 def test_epd_server_stored_image_costs_no_tower_pass(run: Run) -> None:
     async def scenario(service: Service) -> None:
         same = {"url": url(sample_image(3)), "detail": "low"}
-        proof = salt_proof(SECRET, "tenant")
+        proof = prove_salt(SECRET, "tenant")
         salted = {"url": url(sample_image(3)), "cornplug_salt": "tenant", "cornplug_salt_proof": proof}
         answers = [await service.encode([item]) for item in (url(sample_image(3)), same, salted)]
         assert [answer.status_code for answer in answers] == [200, 200, 200]
         sent = [await service.received() for _ in range(3)]
         assert sent[0][1] == sent[1][1]
-        assert b"cornplug_encoder_tower_passes_total 2.0" in service.encoder.meters.text()
-        (loaded,) = service.encoder.registry.loaded()
+        assert b"cornplug_encoder_tower_passes_total 2.0" in service.encoder.metrics.render_text()
+        (loaded,) = service.encoder.registry.loaded_models()
         digest = digest_image(sample_image(3))
         for salt in (None, "tenant"):
             key = identity.embedding_key(SECRET, loaded.served.identity, digest, salt)
@@ -289,7 +289,7 @@ def test_epd_server_pixels_equal_sglang(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "proof", [None, "", "00" * 32, salt_proof(SECRET, "other"), salt_proof(b"o" * 32, "t")]
+    "proof", [None, "", "00" * 32, prove_salt(SECRET, "other"), prove_salt(b"o" * 32, "t")]
 )
 def test_epd_server_salt_without_proof_is_refused(run: Run, proof: str | None) -> None:
     async def scenario(service: Service) -> None:
@@ -303,16 +303,16 @@ def test_epd_server_salt_without_proof_is_refused(run: Run, proof: str | None) -
 
 def test_receiver_rendezvous_forgets_and_needs_one_count() -> None:
     async def scenario() -> None:
-        meeting = ReceiverRendezvous(forget_s=0.5)
+        meeting = ReceiverRendezvous(ttl_s=0.5)
         meeting.register("a", "here", 2, "tcp://h:1")
         with pytest.raises(EncoderRefused, match="receive_count"):
             meeting.register("a", "here", 3, "tcp://h:2")
         await asyncio.sleep(0.6)
         meeting.register("b", "here", 1, "tcp://h:3")
         with pytest.raises(EncoderRefused, match="0 of unknown") as caught:
-            await meeting.receivers("a", "here", deadline_s=0.01)
+            await meeting.wait_receivers("a", "here", deadline_s=0.01)
         assert caught.value.reason == "no_receiver"
-        assert await meeting.receivers("b", "here", deadline_s=0.01) == ["tcp://h:3"]
+        assert await meeting.wait_receivers("b", "here", deadline_s=0.01) == ["tcp://h:3"]
 
     asyncio.run(scenario())
 
@@ -320,24 +320,26 @@ def test_receiver_rendezvous_forgets_and_needs_one_count() -> None:
 def test_receiver_rendezvous_other_group_gets_no_rows() -> None:
     async def scenario() -> None:
         meeting, guard = (
-            ReceiverRendezvous(forget_s=60),
-            ReceiverGuard(load(RECEIVERS, environ={}).encoder.networks()),
+            ReceiverRendezvous(ttl_s=60),
+            ReceiverGuard(load(RECEIVERS, environ={}).encoder.receiver_networks()),
         )
-        stranger, mine = guard.group("203.0.113.9"), guard.group("127.0.0.1")
+        stranger, mine = guard.group_of("203.0.113.9"), guard.group_of("127.0.0.1")
         meeting.register("r", stranger, 7, "tcp://203.0.113.9:1")
         meeting.register("r", mine, 1, "tcp://127.0.0.1:2")
-        assert await meeting.receivers("r", guard.group("::ffff:127.0.0.1"), deadline_s=1) == [
+        assert await meeting.wait_receivers("r", guard.group_of("::ffff:127.0.0.1"), deadline_s=1) == [
             "tcp://127.0.0.1:2"
         ]
         # Ranks of one server on several hosts of the deployment still meet.
-        meeting.register("r", guard.group("10.1.0.2"), 1, "tcp://10.1.0.2:2")
-        assert await meeting.receivers("r", guard.group("10.1.0.1"), deadline_s=1) == ["tcp://10.1.0.2:2"]
+        meeting.register("r", guard.group_of("10.1.0.2"), 1, "tcp://10.1.0.2:2")
+        assert await meeting.wait_receivers("r", guard.group_of("10.1.0.1"), deadline_s=1) == [
+            "tcp://10.1.0.2:2"
+        ]
         # Nor does a flood of one, or of many, make anybody else be forgotten.
         meeting.register("r", mine, 1, "tcp://127.0.0.1:2")
         for n in range(5000):
             meeting.register(f"{n}", stranger, 2, "tcp://203.0.113.9:1")
             meeting.register("r", f"stranger {n}", 2, "tcp://203.0.113.9:1")
-        assert await meeting.receivers("r", mine, deadline_s=1) == ["tcp://127.0.0.1:2"]
+        assert await meeting.wait_receivers("r", mine, deadline_s=1) == ["tcp://127.0.0.1:2"]
         guard.close()
 
     asyncio.run(scenario())
@@ -354,12 +356,12 @@ def test_receiver_guard_slow_name_delays_no_other(
 
     async def scenario() -> None:
         guard = ReceiverGuard()
-        asks = [guard.endpoint(f"h{n}.example", 5, asked_by="127.0.0.1") for n in range(40)]
+        asks = [guard.resolve_endpoint(f"h{n}.example", 5, requester="127.0.0.1") for n in range(40)]
         with within(15):
             waiting = asyncio.gather(*asks, return_exceptions=True)
             await asyncio.sleep(0.05)
             # Addresses are looked up nowhere, and asyncio's own threads are free.
-            assert await guard.endpoint("127.0.0.1", 5, asked_by="127.0.0.1") == "tcp://127.0.0.1:5"
+            assert await guard.resolve_endpoint("127.0.0.1", 5, requester="127.0.0.1") == "tcp://127.0.0.1:5"
             assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 10) == 1
             assert all(isinstance(e, EncoderRefused) for e in await waiting)
         guard.close()
@@ -372,13 +374,18 @@ def test_receiver_guard_slow_name_delays_no_other(
 def test_receiver_guard_knows_host_by_any_name() -> None:
     async def scenario() -> None:
         guard = ReceiverGuard()
-        assert await guard.endpoint("127.0.0.1", 5, asked_by="::ffff:127.0.0.1") == "tcp://127.0.0.1:5"
-        assert await guard.endpoint("198.51.100.7", 5, asked_by="198.51.100.7") == "tcp://198.51.100.7:5"
+        assert (
+            await guard.resolve_endpoint("127.0.0.1", 5, requester="::ffff:127.0.0.1") == "tcp://127.0.0.1:5"
+        )
+        assert (
+            await guard.resolve_endpoint("198.51.100.7", 5, requester="198.51.100.7")
+            == "tcp://198.51.100.7:5"
+        )
         for host, asker in (("198.51.100.8", "198.51.100.7"), ("127.0.0.1", "198.51.100.7"), ("::", "::1")):
             with pytest.raises(EncoderRefused):
-                await guard.endpoint(host, 5, asked_by=asker)
+                await guard.resolve_endpoint(host, 5, requester=asker)
         with pytest.raises(EncoderRefused):
-            await guard.endpoint("127.0.0.1", 5, asked_by=None)
+            await guard.resolve_endpoint("127.0.0.1", 5, requester=None)
 
     asyncio.run(scenario())
 
@@ -401,7 +408,7 @@ def test_language_only_urls_are_of_models_that_sglang_shares(monkeypatch: pytest
         name = f"/m/{family}"
         return ServedModel(name, family, b"", b"", b"", b"", dtype=dtype, hidden_size=8)
 
-    monkeypatch.setattr(sglang_server, "validated", families)
+    monkeypatch.setattr(sglang_server, "compared_families", families)
     whole, half, other = (
         model("qwen3_vl", "float32"),
         model("qwen3_vl", "bfloat16"),

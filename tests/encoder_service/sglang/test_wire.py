@@ -46,18 +46,21 @@ def statement() -> SignedClaim:
 
 
 def header() -> bytes:
-    part = sglang_delivery.read_part(json.dumps(ASK).encode())
-    return sglang_delivery.header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, statement=statement())
+    part = sglang_delivery.parse_encode_part(json.dumps(ASK).encode())
+    return sglang_delivery.pickle_header(part, dtype="bfloat16", shape=(3, 4), grid=GRID, claim=statement())
 
 
 def test_wire_requests_of_sglang_are_read() -> None:
-    part = sglang_delivery.read_part(json.dumps(ASK).encode())
+    part = sglang_delivery.parse_encode_part(json.dumps(ASK).encode())
     assert (part.req_id, part.prefill_host, part.embedding_port) == ("0a1b_local_part_1", "127.0.0.1", 5555)
     assert sglang_delivery.items_of(part) == [sglang_delivery.MediaItem(url="data:image/png;base64,AA==")]
     waits = {**ASK, "embedding_port": None, "mm_items": [{"url": "AA==", "detail": "high"}]}
-    assert sglang_delivery.items_of(sglang_delivery.read_part(json.dumps(waits).encode()))[0].detail == "high"
+    assert (
+        sglang_delivery.items_of(sglang_delivery.parse_encode_part(json.dumps(waits).encode()))[0].detail
+        == "high"
+    )
     ask = {"req_id": "r", "receive_count": 2, "receive_url": "[::1]:77", "modality": "IMAGE"}
-    receiver, address = sglang_delivery.read_receiver(json.dumps(ask).encode())
+    receiver, address = sglang_delivery.parse_registration(json.dumps(ask).encode())
     assert (receiver.receive_count, address) == (2, ("::1", 77))
 
 
@@ -85,13 +88,13 @@ def test_wire_requests_of_sglang_are_read() -> None:
 )
 def test_wire_invalid_field_is_refused_by_name(change: dict[str, Any], says: str) -> None:
     with pytest.raises(EncoderRefused, match=says) as caught:
-        sglang_delivery.read_part(json.dumps({**ASK, **change}).encode())
+        sglang_delivery.parse_encode_part(json.dumps({**ASK, **change}).encode())
     assert caught.value.reason == "bad_input"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\x80\x04N.", b'"x"', b"\xff" * 9])
 def test_wire_invalid_json_is_refused(body: bytes) -> None:
-    for read in (sglang_delivery.read_part, sglang_delivery.read_receiver):
+    for read in (sglang_delivery.parse_encode_part, sglang_delivery.parse_registration):
         with pytest.raises(EncoderRefused):
             read(body)
 
@@ -99,7 +102,7 @@ def test_wire_invalid_json_is_refused(body: bytes) -> None:
 @pytest.mark.parametrize("url", ["host", ":5", "h:", "h:0", "h:65536", "h:five", "h:٣", "h:-1"])
 def test_wire_receiver_without_port_is_refused(url: str) -> None:
     with pytest.raises(EncoderRefused):
-        sglang_delivery.read_receiver(
+        sglang_delivery.parse_registration(
             json.dumps({"req_id": "r", "receive_count": 1, "receive_url": url}).encode()
         )
 
@@ -127,26 +130,26 @@ def test_wire_header_names_three_globals_only() -> None:
 def test_wire_hostile_request_id_stays_text() -> None:
     """Text is length-prefixed: what looks like opcodes in it stays text."""
     hostile = {**ASK, "req_id": "cos\nsystem\n(X\x01\x00\x00\x00aR."}
-    part = sglang_delivery.read_part(json.dumps(hostile).encode())
-    data = sglang_delivery.header(
-        part, dtype="float32", shape=(1, 1), grid=[[1, 2, 2]], statement=statement()
+    part = sglang_delivery.parse_encode_part(json.dumps(hostile).encode())
+    data = sglang_delivery.pickle_header(
+        part, dtype="float32", shape=(1, 1), grid=[[1, 2, 2]], claim=statement()
     )
     names = [argument for opcode, argument, _ in pickletools.genops(data) if opcode.name == "GLOBAL"]
     assert len(names) == 3
     assert not any("system" in name for name in names)
     with pytest.raises(ValueError, match="dtype"):
-        sglang_delivery.header(
-            part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], statement=statement()
+        sglang_delivery.pickle_header(
+            part, dtype="float32\nos\nsystem", shape=(1, 1), grid=[], claim=statement()
         )
 
 
 def test_signed_claim_other_bytes_are_refused() -> None:
     said = statement()
-    read = SignedClaim.read(dict(said.fields()))
+    read = SignedClaim.from_fields(dict(said.to_fields()))
     assert read == said
     of: dict[str, Any] = {"dtype": "bfloat16", "shape": (3, 4), "grid": GRID, "payload": PAYLOAD}
-    assert read.holds(SECRET, **of)
-    assert not read.holds(b"t" * 32, **of)
+    assert read.is_valid(SECRET, **of)
+    assert not read.is_valid(b"t" * 32, **of)
     for changed in (
         {"dtype": "float16"},
         {"shape": (4, 3)},
@@ -154,11 +157,11 @@ def test_signed_claim_other_bytes_are_refused() -> None:
         {"grid": [[1, 2, 2], [1, 400, 4]]},
         {"grid": [[1, 2, 2, 1], [4, 400]]},
     ):
-        assert not read.holds(SECRET, **{**of, **changed})
+        assert not read.is_valid(SECRET, **{**of, **changed})
     swapped = SignedClaim(identity=said.identity, media=said.media[::-1], proof=said.proof)
-    assert not swapped.holds(SECRET, **of)
+    assert not swapped.is_valid(SECRET, **of)
     other = SignedClaim(identity=b"j" * 32, media=said.media, proof=said.proof)
-    assert not other.holds(SECRET, **of)
+    assert not other.is_valid(SECRET, **of)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,6 @@ def test_signed_claim_other_bytes_are_refused() -> None:
     ],
 )
 def test_signed_claim_absent_is_none_broken_raises(fields: dict[str, object]) -> None:
-    assert SignedClaim.read({"req_id": "r"}) is None
+    assert SignedClaim.from_fields({"req_id": "r"}) is None
     with pytest.raises(CodecError):
-        SignedClaim.read(fields)
+        SignedClaim.from_fields(fields)

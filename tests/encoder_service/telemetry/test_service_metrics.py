@@ -56,7 +56,7 @@ LABELS = {
 def scraped(encoder: EncoderCore) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(encoder.meters.text().decode())
+        for family in text_string_to_metric_families(encoder.metrics.render_text().decode())
         for sample in family.samples
     }
 
@@ -71,8 +71,8 @@ def test_service_metrics_names_have_labels_and_help(
     encoder = make_encoder()
     ok(encoder.submit(request_for(llava_pair[0], 1)))
     no(encoder.submit(request_for(llava_pair[0], 1, identity=b"?" * 32)))
-    encoder.meters.store_failures.labels("store_down").inc()
-    families = {f.name: f for f in text_string_to_metric_families(encoder.meters.text().decode())}
+    encoder.metrics.store_failures.labels("store_down").inc()
+    families = {f.name: f for f in text_string_to_metric_families(encoder.metrics.render_text().decode())}
     assert families.keys() >= LABELS.keys()
     for name, labels in LABELS.items():
         assert re.fullmatch(r".{10,}\.", families[name].documentation), name
@@ -86,7 +86,7 @@ def test_service_metrics_batch_counts_media_tokens_seconds(
     encoder = make_encoder(MemoryStore(capacity_bytes=1 << 20).connect())
     ok(encoder.submit(request_for(llava_pair[0], 1)))
     ok(encoder.submit(request_for(llava_pair[0], 1)))
-    loaded = encoder.registry.by_name(str(llava_pair[0]))
+    loaded = encoder.registry.find_by_name(str(llava_pair[0]))
     assert loaded is not None
     tokens = loaded.tower.prepare(request_for(llava_pair[0], 1).inputs).tokens
     assert one(encoder, "tower_passes_total") == 1
@@ -125,24 +125,24 @@ def test_service_metrics_models_have_fingerprints(make_encoder: MakeEncoder) -> 
     encoder = make_encoder()
     rows = [dict(labels) for (name, labels) in scraped(encoder) if name.endswith("model_info")]
     assert {(r["model"], r["tower_fp"]) for r in rows} == {
-        (m.name, m.tower_fp.hex()) for m in encoder.registry.served()
+        (m.name, m.tower_fp.hex()) for m in encoder.registry.served_models()
     }
 
 
 @given(st.lists(st.text(), max_size=300))
 def test_service_metrics_client_labels_are_bounded(names: list[str]) -> None:
     bounded = BoundedLabels(8, known=("mine",))
-    labels = [bounded.label(name) for name in names]
+    labels = [bounded.label_for(name) for name in names]
     assert len(set(labels)) <= 9
     assert all(label in (name, OTHER) for label, name in zip(labels, names, strict=True))
-    assert bounded.label("mine") == "mine"
-    assert [bounded.label(name) for name in names][:8] == labels[:8]
+    assert bounded.label_for("mine") == "mine"
+    assert [bounded.label_for(name) for name in names][:8] == labels[:8]
 
 
 def test_service_metrics_sixty_fifth_app_is_other() -> None:
     meters = ServiceMetrics(ServiceGauges(lambda: 0))
     for number in range(APPS_MAX + 5):
-        meters.answered(f"app-{number}", "default", "computed", 0.1)
-    text = meters.text().decode()
+        meters.count_reply(f"app-{number}", "default", "computed", 0.1)
+    text = meters.render_text().decode()
     assert text.count("cornplug_encoder_answers_total{") == APPS_MAX + 1
     assert 'app="other",origin="computed",qos="default"} 5.0' in text

@@ -21,7 +21,7 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.request_observer import OFF, RequestTracing, open_tracing
+from cornplug.encoder_service.request_observer import NO_TRACING, RequestTracing, open_tracing
 from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
@@ -221,7 +221,7 @@ def test_trace_of_keeps_trace_headers_only(
     ],
 )
 def test_open_tracing_without_endpoint_is_off(environ: dict[str, str]) -> None:
-    assert open_tracing(environ) is OFF
+    assert open_tracing(environ) is NO_TRACING
 
 
 def test_open_tracing_without_sdk_warns_once_and_is_off(
@@ -229,7 +229,7 @@ def test_open_tracing_without_sdk_warns_once_and_is_off(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with caplog.at_level(logging.WARNING):
-        assert open_tracing({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}) is OFF
+        assert open_tracing({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"}) is NO_TRACING
     assert re.findall("pip install opentelemetry-sdk", caplog.text) == ["pip install opentelemetry-sdk"]
 
 
@@ -242,8 +242,8 @@ def test_tracing_close_with_dead_collector_is_quick(
     tracing = open_tracing(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": where, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
     )
-    assert tracing is not OFF
-    with tracing.child(INVALID_SPAN, "a") as span:
+    assert tracing is not NO_TRACING
+    with tracing.child_span(INVALID_SPAN, "a") as span:
         assert span.is_recording()
     with within(8):
         tracing.close()
@@ -258,19 +258,19 @@ def unused_port() -> int:
 
 def spans_of_a_request(tracing: RequestTracing) -> Callable[[], None]:
     def run() -> None:
-        span = tracing.request(None, SpanKind.INTERNAL, "cornplug.encode")
+        span = tracing.start_request_span(None, SpanKind.INTERNAL, "cornplug.encode")
         span.set_attributes({"cornplug.app": "a"})
         for name in ("prepare", "tower", "publish"):
-            with tracing.child(span, name):
+            with tracing.child_span(span, name):
                 pass
-        tracing.past(span, "queue", began_ns=1, ended_ns=2)
+        tracing.record_past_span(span, "queue", began_ns=1, ended_ns=2)
         span.end()
 
     return run
 
 
 def test_tracing_off_costs_microseconds(within: TimeLimits) -> None:
-    run = spans_of_a_request(OFF)
+    run = spans_of_a_request(NO_TRACING)
     run()
     with within.cpu(200 * 0.001, clock=time.thread_time):
         for _ in range(200):

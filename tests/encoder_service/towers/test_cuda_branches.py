@@ -29,8 +29,8 @@ SOON = ("llava_next", "internvl", "qwen2_audio", "qwen2_5_vl video", "qwen3_vl")
 
 
 def loaded(path: Path, dtype: str, device: torch.device) -> LoadedModel:
-    checkpoint, served = model_loader.read(str(path), dtype)
-    return model_loader.load(checkpoint, served, WeightPlacement(dtype=dtype, device=device))
+    checkpoint, served = model_loader.read_checkpoint(str(path), dtype)
+    return model_loader.load_model(checkpoint, served, WeightPlacement(dtype=dtype, device=device))
 
 
 def items_of(name: str, path: Path, model: LoadedModel) -> list[TowerItem]:
@@ -43,8 +43,8 @@ def task(
     return EncodeBatch(
         items=tuple(items),
         features=tuple(kept) or (None,) * len(items),
-        wanted=tuple((model, i) for i in range(len(items))),
-        keep=True,
+        targets=tuple((model, i) for i in range(len(items))),
+        returns_features=True,
     )
 
 
@@ -106,7 +106,7 @@ def test_executor_cuda_results_are_copied_while_next_batch_computes(tmp_path: Pa
         executor = InProcessExecutor(SECOND)
 
         def next_batch() -> None:
-            assert not executor._turn._busy
+            assert not executor._scheduler._busy
             cuda.on_synchronize = lambda: None
             begun_meanwhile.append(len(executor.run(task(there, items[1:])).embeddings))
 
@@ -144,7 +144,7 @@ def test_attention_half_precision_takes_varlen_kernel(monkeypatch: pytest.Monkey
         calls.append((q.dtype, segments.offsets.device, segments.offsets.dtype, segments.longest))
         return torch.empty_like(q)
 
-    monkeypatch.setattr(varlen_attention, "kernel_attention", lambda: kernel)
+    monkeypatch.setattr(varlen_attention, "load_kernel_attention", lambda: kernel)
     with simulated_gpu():
         for dtype in (torch.float32, torch.bfloat16):
             q = torch.zeros(10, 2, 64, device=SECOND, dtype=dtype)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cornplug.encoder_service.towers.decoderless import (
-    LEVELS,
+    DEEPSTACK_ARGUMENT,
     DecoderReached,
     DecoderRecorder,
-    RemovedPart,
+    RemovedModule,
 )
 from cornplug.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def test_decoder_recorder_row_of_nan_is_a_row() -> None:
 def test_decoder_recorder_levels_lie_beside_their_rows() -> None:
     recorder, embeds = merged()
     levels = [torch.full((2, WIDTH), 8.0), torch.full((2, WIDTH), 9.0)]
-    rows = reached(recorder, inputs_embeds=embeds, visual_pos_masks=PLACES, **{LEVELS: levels})
+    rows = reached(recorder, inputs_embeds=embeds, visual_pos_masks=PLACES, **{DEEPSTACK_ARGUMENT: levels})
     assert rows[1].tolist() == [4, 5, 6, 7] + [8] * WIDTH + [9] * WIDTH
 
 
@@ -64,9 +64,9 @@ def test_decoder_recorder_levels_lie_beside_their_rows() -> None:
     [
         ({"cross_attention_states": torch.zeros(1, 3)}, "also needs cross_attention_states"),
         ({"per_layer_inputs": [{"a": torch.zeros(1)}]}, "also needs per_layer_inputs"),
-        ({LEVELS: [torch.zeros(3, WIDTH)], "visual_pos_masks": PLACES}, "levels"),
-        ({LEVELS: [torch.zeros(2, WIDTH)], "visual_pos_masks": ~PLACES}, "levels"),
-        ({LEVELS: [torch.zeros(2, WIDTH)]}, "levels"),
+        ({DEEPSTACK_ARGUMENT: [torch.zeros(3, WIDTH)], "visual_pos_masks": PLACES}, "levels"),
+        ({DEEPSTACK_ARGUMENT: [torch.zeros(2, WIDTH)], "visual_pos_masks": ~PLACES}, "levels"),
+        ({DEEPSTACK_ARGUMENT: [torch.zeros(2, WIDTH)]}, "levels"),
     ],
 )
 def test_decoder_recorder_decoder_that_takes_more_is_refused(more: dict[str, Any], problem: str) -> None:
@@ -94,7 +94,7 @@ def test_decoder_recorder_prompt_without_a_medium_is_refused() -> None:
 
 def test_removed_part_that_is_called_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="another modality"):
-        RemovedPart()(torch.zeros(1))
+        RemovedModule()(torch.zeros(1))
 
 
 def test_decoder_recorder_token_weights_take_no_memory() -> None:

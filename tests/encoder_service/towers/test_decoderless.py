@@ -14,7 +14,7 @@ import torch
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.towers import decoderless
 from cornplug.errors import CheckpointError
 from devkit import checkpoints
@@ -35,7 +35,7 @@ def refusal(path: Path) -> CheckpointError:
     """The error of a service that is to serve this checkpoint."""
     with pytest.raises(CheckpointError) as caught:
         registry = ModelRegistry.open([str(path)], dtype="float32", device="cpu")
-        MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
+        MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
     return caught.value
 
 
@@ -49,11 +49,11 @@ def patches(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors
 
 def test_decoderless_model_holds_no_tensor_of_the_decoder(paligemma: Path) -> None:
     checkpoint = Checkpoint.open(str(paligemma))
-    model = decoderless.load(checkpoint, torch.float32, torch.device("cpu"))
+    model = decoderless.load_without_decoder(checkpoint, torch.float32, torch.device("cpu"))
     held = sum(tensor.numel() for tensor in model.parameters())
     assert held == sum(
         torch.Size(shape).numel()
-        for name, shape in checkpoint.shapes("tower").items()
+        for name, shape in checkpoint.tensor_shapes("tower").items()
         if "position_ids" not in name
     )
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -21,8 +21,8 @@ import transformers
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common.model_identity import EngineModel
@@ -76,8 +76,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def opened(path: Path, dtype: str = "float32", device: str = "cpu") -> tuple[ModelRegistry, LoadedModel]:
     """The registry of a service with this model, whose preprocessors have been made."""
     registry = ModelRegistry.open([str(path)], dtype=dtype, device=device)
-    MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
-    return registry, registry.loaded()[0]
+    MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
+    return registry, registry.loaded_models()[0]
 
 
 def whole_rows(path: Path, names: tuple[str, ...]) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def test_generic_rows_over_http_equal_transformers(
     """To 1e-6 of the largest value: most are equal bit for bit, `-s` prints which."""
     registry = ModelRegistry.open([str(tiny(name))], dtype="float32", device="cpu")
     service = Service(make_encoder(memory_store.connect(), registry=registry), config)
-    wanted = whole_rows(tiny(name), WholeProcessor(registry.loaded()[0], "image").names)
+    wanted = whole_rows(tiny(name), WholeProcessor(registry.loaded_models()[0], "image").input_names)
     for i, (size, theirs) in enumerate(zip(SIZES, wanted, strict=True)):
         sent = {
             "data": {"model": str(tiny(name)), "deadline_s": "100"},
@@ -185,7 +185,7 @@ def test_generic_identity_changes_with_dtype_and_transformers(
     assert identity(tiny("paligemma"), "bfloat16") != before
     from cornplug.checkpoints.families import generic
 
-    monkeypatch.setattr(generic, "_versions", lambda: {"transformers": "99.0"})
+    monkeypatch.setattr(generic, "_package_versions", lambda: {"transformers": "99.0"})
     assert identity(tiny("paligemma")) != before
 
 
@@ -235,17 +235,17 @@ def test_generic_half_precision_is_near_float32(tiny: Tiny) -> None:
 def test_generic_service_of_replicas_prepares_without_weights(tiny: Tiny) -> None:
     """The service itself has the model on "meta" then."""
     registry = ModelRegistry.open([str(tiny("glm4v"))], dtype="float32", device="meta")
-    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
-    source = MediumSource(
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
+    source = MediaSource(
         model=str(tiny("glm4v")),
         modality="image",
-        parts=[png(sample_image(1))],
+        contents=[png(sample_image(1))],
         salt=None,
         deadline_s=9,
     )
     prepared = preparer.prepare(source)
     assert prepared.inputs.keys() == {"pixel_values", "image_grid_thw"}
-    registry.loaded()[0].tower.prepare(prepared.inputs)
+    registry.loaded_models()[0].tower.prepare(prepared.inputs)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +307,6 @@ def test_generic_family_compared_in_an_engine_asks_the_service_for_its_identity(
     assert found.served_identity == found.identity == loaded.checkpoint.identity("float32").identity
     assert found.image_inputs == inputs
     method = loaded.tower.methods["image"]
-    assert method.needed <= set(inputs) <= set(method.names)
+    assert method.required_inputs <= set(inputs) <= set(method.input_names)
     with pytest.raises(CheckpointError, match="has not been tested"):
         model(set()).tower_identity()

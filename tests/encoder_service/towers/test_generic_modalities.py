@@ -22,12 +22,12 @@ from transformers.video_utils import VideoMetadata
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.config import Config
-from cornplug.encoder_service import replica_ipc
+from cornplug.encoder_service import replica_main
 from cornplug.encoder_service.media import audio, video
-from cornplug.encoder_service.model_loader import read
+from cornplug.encoder_service.model_loader import read_checkpoint
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
-from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource
+from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.replica_main import ReplicaModels
 from cornplug.errors import EncoderRefused
 from cornplug.store.memory import MemoryStore
@@ -76,7 +76,7 @@ def expected(path: Path, modality: Modality, data: bytes) -> torch.Tensor:
         made = processor(text=mark, audio=found.samples, sampling_rate=found.rate, return_tensors="pt")
     elif modality == "video":
         every = video.decode(data, lambda source: range(source.total), video.VideoLimits())
-        source = every.source
+        source = every.header
         metadata = VideoMetadata(total_num_frames=source.total, fps=source.fps, duration=source.duration_s)
         frames = torch.from_numpy(every.frames).permute(0, 3, 1, 2)
         made = processor(text=mark, videos=[frames], video_metadata=[metadata], return_tensors="pt")
@@ -123,7 +123,9 @@ def test_generic_modality_over_http_equals_the_decoders_input(
 
 def identities(path: Path) -> dict[str, bytes]:
     """Model identity by modality."""
-    return {modality.name: modality.identity for modality in read(str(path), "float32")[1].modalities}
+    return {
+        modality.name: modality.identity for modality in read_checkpoint(str(path), "float32")[1].modalities
+    }
 
 
 def changed(path: Path, other: Path) -> set[str]:
@@ -171,16 +173,16 @@ def test_generic_two_towers_settings_change_the_keys_of_modalities_that_read_the
 def test_generic_two_towers_are_loaded_apart_and_shared_apart(tiny: Tiny, tmp_path: Path) -> None:
     other = omni(tmp_path / "other", tower_seed=5)
     registry = ModelRegistry.open([str(tiny(OMNI)), str(other)], dtype="float32", device="cpu")
-    one, two = registry.loaded()
+    one, two = registry.loaded_models()
     assert registry.summary() == "2 models, 3 towers, 2 projectors"
-    assert one.of("image") is one.of("video") is not one.of("audio")
-    assert {part.modalities for part in one.each()} == {("image", "video"), ("audio",)}
-    assert [part.tower for part in one.others] == [part.tower for part in two.others]
+    assert one.part_for("image") is one.part_for("video") is not one.part_for("audio")
+    assert {part.modalities for part in one.iter_parts()} == {("image", "video"), ("audio",)}
+    assert [part.tower for part in one.other_parts] == [part.tower for part in two.other_parts]
     assert one.tower is not two.tower
     for modality, found in identities(tiny(OMNI)).items():
-        assert registry.by_identity(found) is one.of(modality)
+        assert registry.find_by_identity(found) is one.part_for(modality)
     # Neither model holds the other's weights.
-    names = {part.modalities[0]: vars(part.tower)["_model"].state_dict().keys() for part in one.each()}
+    names = {part.modalities[0]: vars(part.tower)["_model"].state_dict().keys() for part in one.iter_parts()}
     assert not any("audio" in name for name in names["image"])
     assert not any("visual" in name for name in names["audio"])
     assert names["image"]
@@ -188,9 +190,9 @@ def test_generic_two_towers_are_loaded_apart_and_shared_apart(tiny: Tiny, tmp_pa
 
 
 def test_replica_finds_each_tower_by_its_own_identity(tiny: Tiny) -> None:
-    _, served = read(str(tiny(OMNI)), "float32")
-    models = ReplicaModels(replica_ipc.OpenModels((), "float32", "cpu", 1, False))
-    models.load([replica_ipc.ModelSpec(str(tiny(OMNI)), served.identity)])
+    _, served = read_checkpoint(str(tiny(OMNI)), "float32")
+    models = ReplicaModels(replica_main.OpenModels((), "float32", "cpu", 1, False))
+    models.load([replica_main.ModelSpec(str(tiny(OMNI)), served.identity)])
     for part in ("image", "audio"):
         wanted = served.identity_for(part)
         assert wanted is not None
@@ -208,13 +210,13 @@ def test_generic_modality_that_transformers_cannot_serve_is_left_out_and_named(
     (copy / "processor_config.json").write_text(json.dumps({**written, "feature_extractor": extractor}))
     lines: list[str] = []
     registry = ModelRegistry.open([str(copy)], dtype="float32", device="cpu", report=lines.append)
-    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
     assert any("audio: not served" in line for line in (*lines, *caplog.messages))
     assert Checkpoint.open(str(copy)).family.inputs.keys() == {"image", "audio"}
 
-    def source(modality: Modality) -> MediumSource:
-        return MediumSource(
-            model=str(copy), modality=modality, parts=[MEDIA[modality](0)], salt=None, deadline_s=9
+    def source(modality: Modality) -> MediaSource:
+        return MediaSource(
+            model=str(copy), modality=modality, contents=[MEDIA[modality](0)], salt=None, deadline_s=9
         )
 
     assert preparer.prepare(source("image")).inputs
@@ -230,14 +232,14 @@ def test_generic_videos_of_other_samplers_are_remembered_apart(tiny: Tiny, tmp_p
     written["video_processor"] |= {"do_sample_frames": True, "fps": 2}
     (copy / "processor_config.json").write_text(json.dumps(written))
     registry = ModelRegistry.open([str(tiny(OMNI)), str(copy)], dtype="float32", device="cpu")
-    preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
+    preparer = MediaPreparer(registry, secret=SECRET, limits=MediaLimits())
     data = MEDIA["video"](2)
     digests = []
     for path in (tiny(OMNI), copy):
         medium = preparer.open(
-            MediumSource(model=str(path), modality="video", parts=[data], salt=None, deadline_s=9)
+            MediaSource(model=str(path), modality="video", contents=[data], salt=None, deadline_s=9)
         )
-        assert medium.recall(lambda request: None) is None
+        assert medium.look_up_cached(lambda request: None) is None
         digests.append(medium.prepare().media_digest)
     assert len(set(digests)) == 2
     assert np.frombuffer(digests[0], np.uint8).size == 32

@@ -67,7 +67,7 @@ def test_tower_qwen_windows_of_one_size_lie_side_by_side(tmp_path: Path) -> None
     """Two frames of 10 x 10 patches in windows of 4 x 4, then an image of 4 x 8: few calls, not 20."""
     tower = Halves.load(checkpoints.qwen2_5_vl(tmp_path / "m")).tower
     assert isinstance(tower, Qwen25VlTower)
-    order, lengths = tower._windows(torch.tensor([[2, 10, 10], [1, 4, 8]]))
+    order, lengths = tower._order_by_window(torch.tensor([[2, 10, 10], [1, 4, 8]]))
     frame = [16] * 4 + [8] * 4 + [4]
     assert lengths == [*frame, *frame, 16, 16]
     assert sorted(order.tolist()) == list(range(232))

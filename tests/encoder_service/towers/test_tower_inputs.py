@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.base import FLOATS, TowerInput, checked, from_wire
+from cornplug.encoder_service.towers.base import FLOAT_DTYPES, TowerInput, from_wire, validate_input
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
@@ -57,7 +57,7 @@ def test_load_tower_wrong_tensors_are_named(
     path = checkpoints.llava(tmp_path / "m")
     change(path, name, tensor)
     with pytest.raises(CheckpointError, match=says) as e:
-        towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(path)), F32, CPU)
+        towers.find_architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(path)), F32, CPU)
     assert name.removeprefix("vision_tower.vision_model.") in str(e.value)
 
 
@@ -65,7 +65,7 @@ def test_load_projector_of_other_width_is_refused(tmp_path: Path) -> None:
     path = checkpoints.llava(tmp_path / "m")
     change(path, "multi_modal_projector.linear_1.bias", torch.zeros(5))
     with pytest.raises(CheckpointError, match=r"linear_1\.bias"):
-        towers.architecture(FAMILIES["llava"]).load_projector(Checkpoint.open(str(path)), F32, CPU)
+        towers.find_architecture(FAMILIES["llava"]).load_projector(Checkpoint.open(str(path)), F32, CPU)
 
 
 def test_tower_cut_outside_its_layers_is_refused(tmp_path: Path) -> None:
@@ -103,7 +103,9 @@ GOOD = torch.zeros(3, 56, 56)
 def test_tower_llava_bad_inputs_are_refused_by_field(
     inputs: dict[str, TowerInput], says: str, llava_pair: tuple[Path, Path]
 ) -> None:
-    tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
+    tower = towers.find_architecture(FAMILIES["llava"]).load_tower(
+        Checkpoint.open(str(llava_pair[0])), F32, CPU
+    )
     with pytest.raises(EncoderRefused, match=says) as e:
         tower.prepare(inputs)
     assert e.value.reason == "bad_input"
@@ -121,7 +123,7 @@ def test_tower_llava_bad_inputs_are_refused_by_field(
     ],
 )
 def test_tower_qwen_bad_grids_are_refused_by_field(grid: list[int], says: str, qwen: Path) -> None:
-    tower = towers.architecture(FAMILIES["qwen2_vl"]).load_tower(Checkpoint.open(str(qwen)), F32, CPU)
+    tower = towers.find_architecture(FAMILIES["qwen2_vl"]).load_tower(Checkpoint.open(str(qwen)), F32, CPU)
     pixels = to_wire(torch.zeros(16, 1176))
     with pytest.raises(EncoderRefused, match=says):
         tower.prepare({"pixel_values": pixels, "image_grid_thw": to_wire(torch.tensor(grid))})
@@ -134,11 +136,11 @@ def test_checked_one_value_that_is_not_finite_is_refused(
     dtype: torch.dtype, value: float, place: int
 ) -> None:
     tensor = torch.linspace(-1, 1, 1025).to(dtype)
-    assert checked("x", tensor, FLOATS) is tensor
+    assert validate_input("x", tensor, FLOAT_DTYPES) is tensor
     tensor[place] = value
     for given in (tensor, to_wire(tensor)):
         with pytest.raises(EncoderRefused, match="NaN or infinite"):
-            checked("x", given, FLOATS)
+            validate_input("x", given, FLOAT_DTYPES)
 
 
 def test_from_wire_tensors_own_their_memory() -> None:

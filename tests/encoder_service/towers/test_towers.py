@@ -215,7 +215,7 @@ def test_towers_llms_of_two_widths_share_features(name: str, tiny: Tiny, tmp_pat
         pytest.skip("its tower's output is not kept before the projector")
     wide = case.make(tmp_path / "wide", **{"llm_seed": 7, **case.wider})
     registry = ModelRegistry.open([str(path), str(wide)], dtype="float32", device="cpu")
-    one, other = registry.loaded()
+    one, other = registry.loaded_models()
     assert one.tower is other.tower
     assert one.served.identity != other.served.identity
     # What one model's request left is what the other's projector takes.
@@ -230,7 +230,7 @@ def test_towers_fine_tune_with_quantised_llm_shares_embeddings(name: str, tiny: 
     path = tiny(name)
     tuned = fine_tuned_and_quantised(path, tmp_path / "tuned")
     registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")
-    one, other = registry.loaded()
+    one, other = registry.loaded_models()
     assert one.served.identity == other.served.identity
     assert (one.tower, one.projector) == (other.tower, other.projector)
     llms = {model.checkpoint.fingerprint("language_model") for model in (one, other)}
@@ -242,7 +242,7 @@ def test_towers_fine_tune_of_another_tower_never_shares(name: str, tiny: Tiny, t
     case, path = CASES[name], tiny(name)
     tuned = nudged(path, tmp_path / "tuned", "tower")
     registry = ModelRegistry.open([str(path), str(tuned)], dtype="float32", device="cpu")
-    one, other = registry.loaded()
+    one, other = registry.loaded_models()
     assert one.tower is not other.tower
     assert one.served.identity != other.served.identity
     item = one.tower.prepare(first(case, path))

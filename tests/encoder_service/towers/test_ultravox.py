@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_ultravox_whisper_under_two_llms_is_one_tower(pair: tuple[Path, Path]) -> None:
-    one, other = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded()
+    one, other = ModelRegistry.open([str(p) for p in pair], dtype="float32", device="cpu").loaded_models()
     assert one.tower is other.tower
     assert one.served.identity != other.served.identity
     assert (one.projector.hidden_size, other.projector.hidden_size) == (64, 96)

@@ -86,7 +86,7 @@ def test_segment_offsets_empty_segment_is_refused(lengths: list[int]) -> None:
 def test_suits_kernel_dtypes_head_sizes_and_capabilities(
     dtype: torch.dtype, head_dim: int, capability: tuple[int, int], suits: bool
 ) -> None:
-    assert varlen_attention.suits_kernel(dtype, head_dim, capability) == suits
+    assert varlen_attention.is_kernel_supported(dtype, head_dim, capability) == suits
 
 
 def test_attention_kernel_call_fits_torch_signature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_attention_of_long_segments_by_parts_is_the_same(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen_attention, "_LONG_ROWS", 32)
-    monkeypatch.setattr(varlen_attention, "_PART_ROWS", 16)
+    monkeypatch.setattr(varlen_attention, "_CHUNK_ROWS", 16)
     pauses: list[None] = []
     monkeypatch.setattr(varlen_attention, "between_layers", lambda: pauses.append(None))
     q, k, v = random(sum(lengths))

@@ -21,7 +21,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.media.image import digest_image
-from cornplug.encoder_service.wire.embedding_file import PREFIX, EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import HANDLE_PREFIX, EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
@@ -37,17 +37,17 @@ HANDLE = EmbeddingHandle(
     grid=(1, 4, 6),
     expires=2000.0,
 )
-TEXT = HANDLE.signed(SECRET)
+TEXT = HANDLE.to_signed_text(SECRET)
 
 
 def reason(text: str, secret: bytes = SECRET, now: float = 1000.0) -> str:
     with pytest.raises(CodecError) as e:
-        EmbeddingHandle.checked(text, secret, now=now)
+        EmbeddingHandle.verify(text, secret, now=now)
     return e.value.reason
 
 
 def test_embedding_handle_signed_text_is_read_and_valid() -> None:
-    assert EmbeddingHandle.read(TEXT) == EmbeddingHandle.checked(TEXT, SECRET, now=1999.0) == HANDLE
+    assert EmbeddingHandle.parse(TEXT) == EmbeddingHandle.verify(TEXT, SECRET, now=1999.0) == HANDLE
     assert len(TEXT) < 1000
     assert TEXT.isascii()
     assert not set(TEXT) & set(' ",;=/+\r\n')
@@ -64,7 +64,7 @@ def replace_claims(text: str, changes: dict[str, Any]) -> str:
     _, claims, proof = text.split(".")
     said = msgspec.json.decode(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
     forged = base64.urlsafe_b64encode(msgspec.json.encode({**said, **changes})).rstrip(b"=").decode()
-    return f"{PREFIX}{forged}.{proof}"
+    return f"{HANDLE_PREFIX}{forged}.{proof}"
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ def test_embedding_handle_changed_claim_is_refused(changes: dict[str, Any]) -> N
 def test_embedding_handle_changed_character_is_refused(at: int, other: str) -> None:
     changed = TEXT[:at] + other + TEXT[at + 1 :]
     try:
-        found = EmbeddingHandle.checked(changed, SECRET, now=1000.0)
+        found = EmbeddingHandle.verify(changed, SECRET, now=1000.0)
     except CodecError:
         return
     # The last character of base64 has bits that say nothing.
     assert found == HANDLE
 
 
-@given(st.text(max_size=200).map(lambda text: PREFIX + text) | st.text(max_size=50))
+@given(st.text(max_size=200).map(lambda text: HANDLE_PREFIX + text) | st.text(max_size=50))
 def test_embedding_handle_other_text_is_malformed(text: str) -> None:
     assert reason(text) in ("handle_malformed", "handle_signature")
 
 
 def test_embedding_handle_short_digest_is_malformed() -> None:
-    assert reason(msgspec.structs.replace(HANDLE, key=b"short").signed(SECRET)) == "handle_malformed"
+    assert reason(msgspec.structs.replace(HANDLE, key=b"short").to_signed_text(SECRET)) == "handle_malformed"
 
 
 # -- the service's ---------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_embedding_handle_of_service_names_model_and_media(
     for model in (llava_pair[0], qwen):
         ref = client.encode(sample_image(1), model=str(model), cache_salt="tenant")
         assert ref.handle is not None
-        said = EmbeddingHandle.checked(ref.handle, SECRET, now=time.time())
+        said = EmbeddingHandle.verify(ref.handle, SECRET, now=time.time())
         served = next(row for row in client.models() if row["name"] == str(model))
         assert (said.family, said.identity.hex()) == (served["family"], served["identity"])
         assert said.media == digest_image(sample_image(1))
@@ -140,7 +140,7 @@ def test_embedding_handle_comes_with_stored_embedding(
         ref = client.encode(sample_image(1), model=str(qwen))
     assert ref.in_store
     assert ref.handle is not None
-    assert EmbeddingHandle.read(ref.handle).key == ref.key
+    assert EmbeddingHandle.parse(ref.handle).key == ref.key
 
 
 # -- request parts ---------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def test_embedding_handle_comes_with_stored_embedding(
 
 def ref_of(handle: EmbeddingHandle | None, dtype: str = "float32") -> EmbeddingRef:
     rows = np.arange(6 * 8, dtype="<u2" if dtype == "bfloat16" else dtype)
-    text = None if handle is None else handle.signed(SECRET)
-    return EmbeddingRef.inline(
+    text = None if handle is None else handle.to_signed_text(SECRET)
+    return EmbeddingRef.from_response(
         key=HANDLE.key,
         shape=(6, 8),
         dtype=dtype,
@@ -169,7 +169,7 @@ def test_vllm_part_by_handle_holds_text_and_grid() -> None:
     llava = msgspec.structs.replace(HANDLE, family="llava", grid=())
     assert ref_of(llava).to_vllm_content_part() == {
         "type": "image_embeds",
-        "image_embeds": llava.signed(SECRET),
+        "image_embeds": llava.to_signed_text(SECRET),
     }
 
 

@@ -15,15 +15,17 @@ from time_limits import TimeLimits
 from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.wire import handshake
-from cornplug.encoder_service.wire.handshake import (
+from cornplug.encoder_service.wire import messages
+from cornplug.encoder_service.wire.messages import (
+    PROTOCOL_VERSION,
+    DescribeRequest,
+    EncodeRequest,
     EngineHandshake,
     EngineProof,
     ServiceChallenge,
     ServiceHandshake,
     UntrustedPeer,
 )
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, DescribeRequest, EncodeRequest
 from cornplug.errors import ConfigError, EncoderUnavailable
 from cornplug.local_socket import SocketClaim
 from devkit.strangers import NOBODY, listener
@@ -111,7 +113,7 @@ def test_encoder_engine_without_secret_learns_nothing(
     describe = msgspec.msgpack.encode(DescribeRequest())
     assert converse(path, describe) == b""
     answer = converse(
-        path, EngineHandshake(OTHER).hello(), msgspec.msgpack.encode(EngineProof(proof=bytes(32)))
+        path, EngineHandshake(OTHER).create_hello(), msgspec.msgpack.encode(EngineProof(proof=bytes(32)))
     )
     assert b"challenge" in answer
     assert b"described" not in answer
@@ -126,7 +128,7 @@ def test_encoder_engine_of_other_user_learns_nothing(
     path.parent.chmod(0o755)
     os.seteuid(NOBODY)
     try:
-        assert converse(path, EngineHandshake(SECRET).hello()) == b""
+        assert converse(path, EngineHandshake(SECRET).create_hello()) == b""
     finally:
         os.seteuid(0)
 
@@ -137,40 +139,40 @@ def test_encoder_silent_connection_is_closed(
     monkeypatch.setattr(unix_server, "HANDSHAKE_TIMEOUT_S", 0.2)
     path = serve(make_encoder())
     assert converse(path) == b""
-    assert converse(path, b"x" * (handshake.MAX_BYTES + 1)) == b""
+    assert converse(path, b"x" * (messages.MAX_HANDSHAKE_BYTES + 1)) == b""
 
 
 def test_handshake_replayed_messages_are_refused() -> None:
     first, service = EngineHandshake(SECRET), ServiceHandshake(SECRET)
-    challenge = service.challenge(first.hello())
-    proof = first.proof(challenge)
-    service.check(proof)
+    challenge = service.create_challenge(first.create_hello())
+    proof = first.create_proof(challenge)
+    service.check_proof(proof)
     # The service's answer, played to another connection of an engine.
     with pytest.raises(EncoderUnavailable) as e:
-        EngineHandshake(SECRET).proof(challenge)
+        EngineHandshake(SECRET).create_proof(challenge)
     assert e.value.reason == "encoder_untrusted"
     # The engine's words, played to another connection of the service.
     again = ServiceHandshake(SECRET)
-    again.challenge(first.hello())
+    again.create_challenge(first.create_hello())
     with pytest.raises(UntrustedPeer):
-        again.check(proof)
+        again.check_proof(proof)
     # An engine's nonce back to it as the service's, and the service's proof as the engine's.
-    mirror = msgspec.msgpack.decode(first.hello())["nonce"]
+    mirror = msgspec.msgpack.decode(first.create_hello())["nonce"]
     said = msgspec.msgpack.decode(challenge, type=ServiceChallenge)
     with pytest.raises(EncoderUnavailable):
-        first.proof(
+        first.create_proof(
             msgspec.msgpack.encode(ServiceChallenge(version=said.version, nonce=mirror, proof=said.proof))
         )
     with pytest.raises(UntrustedPeer):
-        service.check(msgspec.msgpack.encode(EngineProof(proof=said.proof)))
+        service.check_proof(msgspec.msgpack.encode(EngineProof(proof=said.proof)))
 
 
 @pytest.mark.parametrize("short", [b"", b"n" * 31, b"n" * 33])
 def test_handshake_short_nonce_is_refused(short: bytes) -> None:
     """Else two handshakes could be cut at different places and give one proof."""
     with pytest.raises(UntrustedPeer):
-        ServiceHandshake(SECRET).challenge(
-            msgspec.msgpack.encode(handshake.EngineHello(version=PROTOCOL_VERSION, nonce=short))
+        ServiceHandshake(SECRET).create_challenge(
+            msgspec.msgpack.encode(messages.EngineHello(version=PROTOCOL_VERSION, nonce=short))
         )
 
 

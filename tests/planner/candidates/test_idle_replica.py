@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
+from cornplug.planner.inputs.request_tables import IdleTimes
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.slo import IdleTimes
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.report import formatting
@@ -41,7 +41,7 @@ IDLE = {"idle": {"gpu": "A100-80"}}
 def test_idle_times_of_constant_engine_are_sums() -> None:
     problem = formulate(planned({"ttft_slowdown": 2.0, **IDLE}, simulate=False))
     (of,) = problem.classes.values()
-    (idle,) = {d.idle for d in problem.samples.of(of, problem.cell_builder.bases[of.name])}
+    (idle,) = {d.idle for d in problem.samples.for_class(of, problem.cell_builder.base_scenarios[of.name])}
     assert idle is not None
     assert idle == IdleTimes(pytest.approx(0.1), pytest.approx(0.02), pytest.approx(0.1 + 10 * 0.02))
 
@@ -66,7 +66,7 @@ def test_plan_with_slowdown_reports_simulated_one() -> None:
     assert forecast.ttft.p90 is not None
     assert forecast.slowdown.ttft.p90 == pytest.approx(forecast.ttft.p90 / PREFILL_S)
     checks = {c.name: c for c in formatting.slo_checks(plan)}
-    assert checks["TTFT slowdown P90"].kept
+    assert checks["TTFT slowdown P90"].is_met
     assert checks["TTFT slowdown P90"].bound_text == "4x"
     assert checks["TPOT slowdown P90"].simulated_text.endswith("x")
 

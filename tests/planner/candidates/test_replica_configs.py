@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.planner.candidates.replica_configs import footprints
-from cornplug.planner.candidates.services import Service
+from cornplug.planner.candidates.replica_configs import Service, footprints
 from cornplug.planner.inputs.gpu_catalog import gpu_table, node_classes, price_table
 from cornplug.planner.inputs.schema import PlanInput
 

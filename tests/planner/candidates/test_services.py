@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cornplug.planner.candidates.services import paths
-from cornplug.planner.inputs.request_classes import request_classes
+from cornplug.planner.candidates.replica_configs import paths
+from cornplug.planner.inputs.request_sampling import request_classes
 from cornplug.planner.inputs.schema import PlanInput
 
 COMPONENTS = [

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from planner.made_inputs import two_apps
 
-from cornplug.planner.candidates.timed_configs import (
+from cornplug.planner.candidates.cells import (
     corrected_times,
-    corrections_by_place,
+    corrections_by_key,
     merged_corrections,
-    place,
+    profile_key,
 )
+from cornplug.planner.perf_model.engine_spec import CellHardware, EngineStepTimes, PiecewiseCurve
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import TimesCorrection
-from cornplug.planner.simulator.step_times import CellHardware, EngineStepTimes, PiecewiseCurve
 
 
 def correction(gpu: str, prefill: float, decode: float, quantisation: str = "none") -> TimesCorrection:
@@ -59,9 +59,9 @@ def test_formulate_correction_lowers_capacity_of_its_footprint_only() -> None:
         if name in slower.cells and slower.cells[name].cell.capacity != spec.cell.capacity
     }
     assert changed
-    at = set(corrections_by_place([correction("H100", 1, 1, "fp8")]))
+    at = set(corrections_by_key([correction("H100", 1, 1, "fp8")]))
     for name in changed:
         spec = plain.cells[name]
-        assert place(spec.service, spec.footprint) in at
+        assert profile_key(spec.service, spec.footprint) in at
         for u, rate in slower.cells[name].cell.capacity.items():
             assert rate < spec.cell.capacity[u]

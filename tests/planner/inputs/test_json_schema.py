@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from reference_docs import plan_input
 
 from cornplug.planner.inputs import cross_checks
-from cornplug.planner.inputs.json_schema import DIALECT, plan_schema
-from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.inputs.schema import DIALECT, PlanInput, plan_schema
 
 TREE = Path(__file__).parents[3]
 HERE = TREE / "tests" / "planner"

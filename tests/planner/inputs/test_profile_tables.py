@@ -88,7 +88,7 @@ def test_loaded_profile_prefers_engine_rows_to_common_rows(tmp_path: Path) -> No
     )
     profile_tables.write(path, ProfileTable(rows, {"date": "2026-11-21"}))
     given = MeasuredProfile(gpu="L4", file=path, prefill_tokens=[64], prefill_s=[0.1])
-    profile = profile_tables.loaded(given, "vllm")
+    profile = profile_tables.load_points(given, "vllm")
     assert (profile.decode_requests, profile.decode_s) == ([1, 8], [0.01, 0.03])
     assert (profile.prefill_tokens, profile.prefill_s) == ([64], [0.1])
     assert profile.kv_token_s == pytest.approx(1e-7)
@@ -100,5 +100,5 @@ def test_loaded_profile_without_matching_rows_is_refused(tmp_path: Path) -> None
     path = tmp_path / "t.csv"
     profile_tables.write(path, ProfileTable((ProfileRow("decode", "L4", 8, 0.03, engine="vllm"),)))
     with pytest.raises(ConfigError, match="no rows for L4 TP2 PP1 vllm none") as caught:
-        profile_tables.loaded(MeasuredProfile(gpu="L4", tp=2, file=path), "vllm")
+        profile_tables.load_points(MeasuredProfile(gpu="L4", tp=2, file=path), "vllm")
     assert caught.value.remedy == "It has: L4 TP1 PP1 vllm none"

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.request_sampling import HitShares, sample_requests
+from cornplug.planner.inputs.request_sampling import HitRates, SampledRequest, sample_requests
 from cornplug.planner.inputs.schema import (
     Histogram,
     LogNormal,
@@ -19,11 +18,11 @@ from cornplug.planner.inputs.schema import (
     SharedPrefix,
 )
 
-COLD = HitShares({}, 0.0)
+COLD = HitRates({}, 0.0)
 PATCHES = {"vit": 4}
 
 
-def _draw(n: int = 4000, hits: HitShares = COLD, seed: int = 0, **fields: Any) -> list[SampledRequest]:
+def _draw(n: int = 4000, hits: HitRates = COLD, seed: int = 0, **fields: Any) -> list[SampledRequest]:
     request = RequestSpec(name="r", rate=1, **fields)
     return sample_requests(request, np.random.default_rng(seed), n, patches_per_token=PATCHES, hits=hits)
 
@@ -44,7 +43,7 @@ def test_request_sampling_unknown_encoder_has_one_patch_per_token() -> None:
 
 def test_request_sampling_embedding_hit_saves_patches_not_tokens() -> None:
     media = [RequestMedia(encoder="vit", items=2, tokens=10), RequestMedia(encoder="ear", tokens=5)]
-    drawn = _draw(prompt=7, media=media, hits=HitShares({"vit": 0.75}, 0.0))
+    drawn = _draw(prompt=7, media=media, hits=HitRates({"vit": 0.75}, 0.0))
     assert {d.prompt_tokens for d in drawn} == {32}
     assert np.mean([d.patches.count(40) for d in drawn]) == pytest.approx(2 * 0.25, abs=0.04)
     assert all(d.patches.count(5) == 1 for d in drawn), "the other encoder has no cache"
@@ -53,15 +52,15 @@ def test_request_sampling_embedding_hit_saves_patches_not_tokens() -> None:
 def test_shared_prefix_hit_covers_text_only() -> None:
     fields = {"prompt": Histogram(values=[100, 900], weights=[1, 1]), "prefix": SharedPrefix(tokens=500)}
     media = [RequestMedia(encoder="vit", tokens=256)]
-    drawn = _draw(hits=HitShares({}, 0.6), media=media, **fields)
+    drawn = _draw(hits=HitRates({}, 0.6), media=media, **fields)
     assert {d.cached_tokens for d in drawn} == {0, 100, 500}, "never a picture's tokens"
     assert np.mean([d.cached_tokens > 0 for d in drawn]) == pytest.approx(0.6, abs=0.03)
     assert all(d.cached_tokens == 0 for d in _draw(**fields))
-    assert all(d.cached_tokens == 0 for d in _draw(hits=HitShares({}, 1.0))), "no prefix, no hits"
+    assert all(d.cached_tokens == 0 for d in _draw(hits=HitRates({}, 1.0))), "no prefix, no hits"
 
 
 def test_shared_prefix_of_whole_prompt_computes_one_token() -> None:
-    one = _draw(1, hits=HitShares({}, 1.0), prompt=64, prefix=SharedPrefix(tokens=64))[0]
+    one = _draw(1, hits=HitRates({}, 1.0), prompt=64, prefix=SharedPrefix(tokens=64))[0]
     assert (one.cached_tokens, one.computed_tokens) == (64, 1)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.slo import IdleReplica, IdleTimes, PercentileBounds, Slo
+from cornplug.planner.inputs.request_tables import IdleReplica, IdleTimes, PercentileBounds, Slo
 
 GOOD = Path(__file__).parents[1] / "good_input.toml"
 
@@ -19,18 +19,18 @@ def test_slo_first_seconds_are_of_first_table_that_bounds_them() -> None:
         ttft_s=1.0,
         also=[PercentileBounds(percentile="p99", ttft_s=3.0, e2e_s=20.0), PercentileBounds(e2e_s=9.0)],
     )
-    assert slo.first_s("ttft") == 1.0
-    assert [(b.percentile, b.value) for b in slo.every("ttft")] == [("p50", 1.0), ("p99", 3.0)]
-    assert slo.first_s("e2e") == 20.0
-    assert slo.first_s("tpot") is None
+    assert slo.first_bound_s("ttft") == 1.0
+    assert [(b.percentile, b.value) for b in slo.all_bounds("ttft")] == [("p50", 1.0), ("p99", 3.0)]
+    assert slo.first_bound_s("e2e") == 20.0
+    assert slo.first_bound_s("tpot") is None
 
 
 def test_slo_slowdown_in_seconds_is_of_mean_idle_request() -> None:
     slo = Slo(percentile="p90", tpot_slowdown=1.5, idle=IdleReplica(gpu="H100"))
-    assert slo.bounded
-    assert slo.relative
-    assert slo.first_s("tpot") is None
-    assert slo.first_s("tpot", IdleTimes(0.1, 0.02, 2.0)) == pytest.approx(0.03)
+    assert slo.has_bounds
+    assert slo.has_slowdowns
+    assert slo.first_bound_s("tpot") is None
+    assert slo.first_bound_s("tpot", IdleTimes(0.1, 0.02, 2.0)) == pytest.approx(0.03)
 
 
 def test_slo_scaled_changes_bounds_of_all_percentiles() -> None:

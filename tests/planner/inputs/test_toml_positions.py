@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.field_types import Place, field_path
+from cornplug.planner.inputs.field_types import Location, field_path
 from cornplug.planner.inputs.toml_reader import key_line, key_lines
 
 TEXT = '''# a comment with [brackets] and = signs
@@ -65,7 +65,7 @@ name = "last"
     ],
     ids=str,
 )
-def test_lines_of_every_key_syntax_are_found(place: Place, line: int) -> None:
+def test_lines_of_every_key_syntax_are_found(place: Location, line: int) -> None:
     assert key_lines(TEXT)[place] == line
 
 
@@ -77,7 +77,7 @@ def test_line_of_missing_key_is_line_of_table() -> None:
     assert key_lines("") == {}
 
 
-def _places(value: Any, at: Place = ()) -> set[Place]:
+def _places(value: Any, at: Location = ()) -> set[Location]:
     inner: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

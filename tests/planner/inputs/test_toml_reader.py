@@ -29,8 +29,8 @@ def _read(folder: Path, text: str) -> str:
 
 def test_toml_reader_good_file_is_parsed() -> None:
     given = toml_reader.read(HERE / "good_input.toml")
-    assert isinstance(given.component["vit"].shape, TowerShape)
-    assert isinstance(given.component["llm7"].shape, LLMShape)
+    assert isinstance(given.components_by_name["vit"].shape, TowerShape)
+    assert isinstance(given.components_by_name["llm7"].shape, LLMShape)
     photo = given.applications[0].requests[0]
     assert photo.prompt == LogNormal(mean=300, cv=1.0)
     assert photo.media[0].tokens == 256

@@ -10,10 +10,9 @@ from typing import Literal
 import pytest
 
 from cornplug.config import load
-from cornplug.encoder_service.server_flags import parser as encoder_parser
+from cornplug.encoder_service.server_flags import build_parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import LaunchCommand, commands, name_of
-from cornplug.planner.launch.command_list import write
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, name_of, write
 from cornplug.planner.plan import Plan, QosReservation, RouteStage
 from cornplug.store.daemon.main import store_parser
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.launch.command_list import quoted, text, write
+from cornplug.planner.launch.command_lines import commands, quote, render, write
 
 from ..plans import Case, matrix, plan
 
@@ -27,7 +26,7 @@ from ..plans import Case, matrix, plan
 def test_quoted_any_word_is_read_back_by_bash(words: list[str]) -> None:
     """Names of a plan may hold any character: only the plan's own variables are expanded."""
     with_variables = [f"{word}${{HOST_1}}{word}" for word in words]
-    shown = "\n".join(f"printf '%s\\n' {quoted(word)}" for word in [*words, *with_variables])
+    shown = "\n".join(f"printf '%s\\n' {quote(word)}" for word in [*words, *with_variables])
     printed = subprocess.run(
         ["bash", "-c", shown], env={"HOST_1": "h", "LC_ALL": "C.UTF-8"}, capture_output=True, check=True
     )
@@ -41,17 +40,17 @@ def test_command_list_is_valid_bash_with_one_line_a_process() -> None:
     exports = "".join(f"{name}={value}\n" for name, value in values.items())
     for case in matrix():
         made = plan(case)
-        lines = [line for line in text(made).splitlines() if line and not line.startswith("#")]
+        lines = [line for line in render(made).splitlines() if line and not line.startswith("#")]
         shown = exports + "".join(f"printf '%s\\0' {line}; echo\n" for line in lines)
         printed = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True).stdout
         words = [line.split("\0")[:-1] for line in printed.splitlines()]
-        argvs = [list(c.resolved(values).argv) for c in commands(made) if c.argv]
+        argvs = [list(c.substitute(values).argv) for c in commands(made) if c.argv]
         assert len(words) == len(argvs), case.id
         assert all(any(w[-len(argv) :] == argv for w in words) for argv in argvs), case.id
 
 
 def test_command_list_of_two_hosts_groups_servers_by_host_and_routers_last() -> None:
-    listed = text(plan(Case("P+D", "sglang", hosts=2)))
+    listed = render(plan(Case("P+D", "sglang", hosts=2)))
     first, second = listed.index("# Host HOST_1"), listed.index("# Host HOST_2")
     routers = listed.index("# Routers, to be started when all hosts are ready")
     assert listed.count("#   HOST_1: a host's address") == 1
@@ -61,7 +60,7 @@ def test_command_list_of_two_hosts_groups_servers_by_host_and_routers_last() -> 
 
 
 def test_command_list_of_distant_encoders_says_how_to_make_and_copy_the_secret() -> None:
-    far, near = (text(plan(Case("E+PD", hosts=hosts))) for hosts in (2, 1))
+    far, near = (render(plan(Case("E+PD", hosts=hosts))) for hosts in (2, 1))
     assert far.index("#   SECRET_FILE: ") < far.index("chmod 600 secret") < far.index("# Host HOST_1")
     assert "scp -p" in far
     assert "cornplug[remote]" in far
@@ -79,12 +78,12 @@ def test_command_list_external_server_is_a_remark_without_command() -> None:
     group = made.groups[0].model_copy(
         update={"name": "tts-G", "tasks": "G", "engine": "external", "model": "org/it's\nspeech"}
     )
-    listed = text(made.model_copy(update={"groups": [group], "routes": []}))
+    listed = render(made.model_copy(update={"groups": [group], "routes": []}))
     assert "# Start your own server of org/it's speech here" in listed
     assert not [line for line in listed.splitlines() if line and not line.startswith("#")]
 
 
 def test_command_list_line_with_cores_uses_taskset() -> None:
-    listed = text(plan(Case(gpu="cpu-core")))
+    listed = render(plan(Case(gpu="cpu-core")))
     (served,) = [line for line in listed.splitlines() if "vllm serve" in line]
     assert "taskset" in shlex.split(served)

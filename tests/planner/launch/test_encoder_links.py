@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.launch.addresses import sites
-from cornplug.planner.launch.encoder_links import EncoderLink, encoder_links
+from cornplug.planner.launch.connections import EncoderLink, encoder_links, replica_addresses
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -31,7 +30,7 @@ def placed(encoders: list[int], engines: list[int]) -> Plan:
 def links(encoders: list[int], engines: list[int]) -> dict[str, str]:
     """Host -> the flag's value there: "socket", or the hosts of the URLs with their weights."""
     made = placed(encoders, engines)
-    found = encoder_links(made, sites(made))
+    found = encoder_links(made, replica_addresses(made))
     assert all(group == ENGINE for group, _ in found)
     return {
         host: "socket"
@@ -66,7 +65,7 @@ def test_encoder_links_services_of_unequal_size_have_the_weights_of_the_plan() -
 
 def test_encoder_links_engine_that_encodes_itself_has_none() -> None:
     made = plan(Case())
-    assert encoder_links(made, sites(made)) == {}
+    assert encoder_links(made, replica_addresses(made)) == {}
     assert EncoderLink().flags == []
 
 
@@ -75,7 +74,7 @@ def test_encoder_links_server_of_another_kind_has_none() -> None:
     made = placed([1, 0, 0], [0, 1, 0])
     encoder, engine = made.groups
     other = made.model_copy(update={"groups": [encoder, engine.model_copy(update={"engine": "external"})]})
-    assert encoder_links(other, sites(other)) == {}
+    assert encoder_links(other, replica_addresses(other)) == {}
 
 
 def test_encoder_links_socket_and_urls_in_both_forms_of_vllm() -> None:

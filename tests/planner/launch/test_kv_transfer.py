@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.launch import kv_transfer
+from cornplug.planner.launch import connections
 from cornplug.planner.plan import KVGeometry
 
 LLAMA_70B = KVGeometry(layers=80, kv_heads=8, head_dim=128, element_bytes=2, max_prompt_tokens=8192)
@@ -32,20 +32,20 @@ MIB = 1 << 20
 def test_buffer_bytes_of_known_models_hold_longest_prompt(
     kv: KVGeometry, tp: int, pp: int, prompt: int, buffer_mib: int
 ) -> None:
-    assert kv_transfer.prompt_bytes(kv, tp=tp, pp=pp) == prompt
-    assert kv_transfer.buffer_bytes(kv, tp=tp, pp=pp) == buffer_mib * MIB
+    assert connections.prompt_bytes(kv, tp=tp, pp=pp) == prompt
+    assert connections.buffer_bytes(kv, tp=tp, pp=pp) == buffer_mib * MIB
 
 
 def test_prompt_bytes_opt_66b_match_distserve() -> None:
     """OPT-66B at 512 tokens: 1.13 GB (DistServe, section 3.3)."""
-    assert kv_transfer.prompt_bytes(OPT_66B) / 2**30 == pytest.approx(1.13, rel=0.01)
+    assert connections.prompt_bytes(OPT_66B) / 2**30 == pytest.approx(1.13, rel=0.01)
 
 
 def test_prompt_bytes_round_up_to_whole_pages() -> None:
     one = LLAMA_70B.model_copy(update={"max_prompt_tokens": 1})
-    assert kv_transfer.prompt_bytes(one) == 2 * 80 * 128 * 8 * 128 * 2
-    assert kv_transfer.page_tokens(one) == 128
-    assert kv_transfer.page_tokens(DEEPSEEK_V3) == 64
+    assert connections.prompt_bytes(one) == 2 * 80 * 128 * 8 * 128 * 2
+    assert connections.page_tokens(one) == 128
+    assert connections.page_tokens(DEEPSEEK_V3) == 64
 
 
 @given(
@@ -58,15 +58,15 @@ def test_buffer_bytes_any_geometry_are_least_that_fits(
     kv = KVGeometry(
         layers=layers, kv_heads=heads, head_dim=dim, element_bytes=element, mla=mla, max_prompt_tokens=tokens
     )
-    size = kv_transfer.buffer_bytes(kv, tp=tp)
+    size = connections.buffer_bytes(kv, tp=tp)
     assert size % (256 * MIB) == 0
-    assert size - 256 * MIB < kv_transfer.prompt_bytes(kv, tp=tp) <= size
+    assert size - 256 * MIB < connections.prompt_bytes(kv, tp=tp) <= size
 
 
 def test_vllm_together_two_connectors_become_multi_connector() -> None:
-    nixl = kv_transfer.vllm_config("P", "nixl")
-    assert kv_transfer.vllm_together(nixl) == nixl
-    both = kv_transfer.vllm_together(nixl, {"kv_connector": "CornplugConnector"})
+    nixl = connections.vllm_config("P", "nixl")
+    assert connections.combine_vllm_connectors(nixl) == nixl
+    both = connections.combine_vllm_connectors(nixl, {"kv_connector": "CornplugConnector"})
     assert both["kv_connector"] == "MultiConnector"
     assert [c["kv_connector"] for c in both["kv_connector_extra_config"]["connectors"]] == [
         "NixlConnector",
@@ -76,8 +76,8 @@ def test_vllm_together_two_connectors_become_multi_connector() -> None:
 
 
 def test_sglang_staging_mla_needs_none() -> None:
-    assert kv_transfer.sglang_staging(DEEPSEEK_V3, tp=8, pp=1) == {}
-    assert kv_transfer.sglang_staging(LLAMA_70B, tp=4, pp=1) == {
+    assert connections.sglang_staging(DEEPSEEK_V3, tp=8, pp=1) == {}
+    assert connections.sglang_staging(LLAMA_70B, tp=4, pp=1) == {
         "SGLANG_DISAGG_STAGING_BUFFER": "true",
         "SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "768",
     }

@@ -18,9 +18,8 @@ from time_limits import TimeLimits
 
 from cornplug.commands.launch_command import main
 from cornplug.errors import ConfigError, ProcessFailed
-from cornplug.planner.launch import addresses
-from cornplug.planner.launch.command_process import CommandProcess
-from cornplug.planner.launch.launcher import CommandSelection, local_commands, running
+from cornplug.planner.launch import connections
+from cornplug.planner.launch.launcher import CommandProcess, CommandSelection, local_commands, run_commands
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -43,8 +42,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ):
         monkeypatch.setenv(name, str(value))
     # Away from what else may run on this machine.
-    monkeypatch.setattr(addresses, "ENGINE_PORT", 18400)
-    monkeypatch.setattr("cornplug.planner.launch.routers.ROUTER_PORT", 18450)
+    monkeypatch.setattr(connections, "ENGINE_PORT", 18400)
+    monkeypatch.setattr("cornplug.planner.launch.engine_groups.ROUTER_PORT", 18450)
     return events
 
 
@@ -55,10 +54,10 @@ def small(case: Case) -> Plan:
 
 
 @contextmanager
-def launched(made: Plan, run_dir: Path, *only: str, event: Any = None) -> Iterator[list[CommandProcess]]:
-    to_start = local_commands(made, CommandSelection(only=only), run_dir=run_dir)
-    told = {} if event is None else {"event": event}
-    with running(made, to_start, run_dir=run_dir, ready_s=30, **told) as processes:
+def launched(made: Plan, run_dir: Path, *only: str, on_event: Any = None) -> Iterator[list[CommandProcess]]:
+    to_start = local_commands(made, CommandSelection(groups=only), run_dir=run_dir)
+    told = {} if on_event is None else {"on_event": on_event}
+    with run_commands(made, to_start, run_dir=run_dir, ready_s=30, **told) as processes:
         yield processes
 
 
@@ -68,10 +67,10 @@ def test_launched_plan_starts_and_ends_in_order(tmp_path: Path, fakes: Path) -> 
     with launched(
         small(Case(caches=True, replicas=2)),
         run_dir,
-        event=lambda process, what: seen.append((process.command.kind, what)),
+        on_event=lambda process, what: seen.append((process.command.kind, what)),
     ) as processes:
         assert [p.command.kind for p in processes] == ["store", "engine", "engine", "router"]
-        assert all(p.ready() for p in processes)
+        assert all(p.is_ready() for p in processes)
         for port in (18400, 18401, 18450):
             assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
         assert (run_dir / "store.sock").is_socket()
@@ -110,7 +109,7 @@ def test_launched_missing_program_is_found_before_any_start(
     seen: list[str] = []
     with (
         pytest.raises(ConfigError, match="vllm-router"),
-        launched(small(Case(replicas=2)), tmp_path / "run", event=lambda process, what: seen.append(what)),
+        launched(small(Case(replicas=2)), tmp_path / "run", on_event=lambda process, what: seen.append(what)),
     ):
         pytest.fail("there is no router")
     assert seen == []
@@ -182,7 +181,7 @@ def test_launched_only_one_group_starts(tmp_path: Path) -> None:
     with launched(made, tmp_path / "run", name) as processes:
         assert [p.command.group for p in processes] == [name]
     with pytest.raises(ConfigError, match="--only"):
-        local_commands(made, CommandSelection(only=["nothing"]), run_dir=tmp_path / "run")
+        local_commands(made, CommandSelection(groups=["nothing"]), run_dir=tmp_path / "run")
 
 
 def test_launched_process_is_pinned_to_core(tmp_path: Path) -> None:
@@ -251,7 +250,10 @@ def test_launched_part_of_a_plan_needs_the_secret_s_file_before_it_starts(tmp_pa
         if mode is not None:
             secret.write_bytes(bytes(32))
             secret.chmod(mode)
-        with pytest.raises(ConfigError, match=r"store.secret_file"), running(made, to_start, run_dir=run_dir):
+        with (
+            pytest.raises(ConfigError, match=r"store.secret_file"),
+            run_commands(made, to_start, run_dir=run_dir),
+        ):
             pytest.fail("started")
     assert not run_dir.exists()
 
@@ -288,7 +290,9 @@ def test_launched_replicas_of_one_gpu_start_in_turn(tmp_path: Path) -> None:
     """Each takes its share of the memory that it finds."""
     seen: list[tuple[str, str]] = []
     with launched(
-        plan(Case(replicas=2, share=0.5)), tmp_path / "run", event=lambda p, what: seen.append((p.name, what))
+        plan(Case(replicas=2, share=0.5)),
+        tmp_path / "run",
+        on_event=lambda p, what: seen.append((p.name, what)),
     ):
         pass
     engines = [what for name, what in seen if "router" not in name]
@@ -319,7 +323,7 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path, 
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (
-        "import sys; from cornplug.planner.launch import addresses; addresses.ENGINE_PORT = 18400; "
+        "import sys; from cornplug.planner.launch import connections; connections.ENGINE_PORT = 18400; "
         "from cornplug.commands.launch_command import main; sys.exit(main(sys.argv[1:]))"
     )
     launched = subprocess.Popen(

@@ -14,11 +14,11 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from cornplug.planner.inputs.field_types import RouterPolicy
-from cornplug.planner.launch.addresses import sites
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
-from cornplug.planner.launch.routers import routers
+from cornplug.planner.launch.connections import replica_addresses
+from cornplug.planner.launch.engine_groups import routers
+from cornplug.planner.perf_model.stations import Station
 from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, RouteStage
-from cornplug.planner.simulator.stations import Station
 
 from ..plans import Case, matrix, plan
 
@@ -209,7 +209,7 @@ def test_routers_pairs_of_two_engines_stay_apart() -> None:
             ],
         }
     )
-    made = routers(mixed, sites(mixed), transfer="nixl")
+    made = routers(mixed, replica_addresses(mixed), transfer="nixl")
     assert {router.pool.engine for router in made} == {"vllm", "sglang"}
     for router in made:
         assert all(name.startswith(router.pool.engine) for name in router.pool.groups)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cornplug.errors import ProcessFailed
-from cornplug.planner.launch.command_process import RestartPolicy, Supervisor
+from cornplug.planner.launch.launcher import RestartPolicy, Supervisor
 
 
 @dataclass
@@ -23,25 +23,25 @@ class Process:
     name: str = "llm-0"
     dead: bool = False
     ready: bool = True
-    began_s: float = 0.0
+    started_s: float = 0.0
     calls: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         if self.dead:
             raise ProcessFailed(f"{self.name} ended with status 3; its log x ends with:\nboom")
 
-    def serves(self) -> bool:
+    def check_ready(self) -> bool:
         return self.ready
 
     def kill(self) -> None:
         self.calls.append("kill")
 
-    def log_end(self) -> str:
+    def log_excerpt(self) -> str:
         return "its log x ends with:\nboom"
 
     def spawn(self) -> None:
         self.calls.append("spawn")
-        self.dead, self.began_s = False, self.clock.now
+        self.dead, self.started_s = False, self.clock.now
 
 
 def watched(policy: RestartPolicy) -> tuple[Supervisor, Process, Clock, list[str]]:
@@ -53,7 +53,7 @@ def watched(policy: RestartPolicy) -> tuple[Supervisor, Process, Clock, list[str
 
 
 def test_supervisor_ended_process_starts_again_after_its_wait() -> None:
-    supervisor, process, clock, told = watched(RestartPolicy(first_s=1))
+    supervisor, process, clock, told = watched(RestartPolicy(first_wait_s=1))
     process.dead, process.ready = True, False
     supervisor.tick()
     assert told == ["ended with status 3; restarting in 1 s"]
@@ -64,20 +64,20 @@ def test_supervisor_ended_process_starts_again_after_its_wait() -> None:
     clock.now = 1.0
     supervisor.tick()
     assert process.calls == ["kill", "spawn"]
-    assert supervisor.starting(process)
+    assert supervisor.is_starting(process)
     process.ready = True
     supervisor.tick()
     assert told[1:] == ["starting", "ready"]
-    assert not supervisor.starting(process)
+    assert not supervisor.is_starting(process)
 
 
 def test_supervisor_waits_grow_until_the_limit_gives_up() -> None:
-    supervisor, process, clock, told = watched(RestartPolicy(limit=3, first_s=1, longest_s=3))
+    supervisor, process, clock, told = watched(RestartPolicy(max_restarts=3, first_wait_s=1, max_wait_s=3))
     waits = []
-    while not supervisor.given_up:
+    while not supervisor.failed_processes:
         process.dead = True
         supervisor.tick()
-        if not supervisor.given_up:
+        if not supervisor.failed_processes:
             waits.append(told[-1].rpartition(" in ")[2])
             clock.now += 10
             supervisor.tick()
@@ -88,7 +88,7 @@ def test_supervisor_waits_grow_until_the_limit_gives_up() -> None:
 
 
 def test_supervisor_long_run_begins_the_count_anew() -> None:
-    supervisor, process, clock, _ = watched(RestartPolicy(limit=1, first_s=1, stable_s=100))
+    supervisor, process, clock, _ = watched(RestartPolicy(max_restarts=1, first_wait_s=1, stable_s=100))
     for _ in range(3):
         process.dead = True
         supervisor.tick()
@@ -97,15 +97,15 @@ def test_supervisor_long_run_begins_the_count_anew() -> None:
         clock.now += 101
         supervisor.tick()
         supervisor.tick()
-    assert not supervisor.given_up
+    assert not supervisor.failed_processes
     assert process.calls.count("spawn") == 3
 
 
 def test_supervisor_without_restarts_gives_up_at_once() -> None:
-    supervisor, process, _, _ = watched(RestartPolicy(limit=0))
+    supervisor, process, _, _ = watched(RestartPolicy(max_restarts=0))
     process.dead = True
     supervisor.tick()
-    assert supervisor.given_up == [process]
+    assert supervisor.failed_processes == [process]
 
 
 def test_supervisor_removed_process_may_end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cornplug.planner.launch.launcher import local_commands
-from cornplug.planner.launch.transition import Transition, transition
+from cornplug.planner.launch.session import Transition, transition
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -31,7 +31,7 @@ def placed(made: Plan, *places: tuple[int, int], **changes: Any) -> Plan:
 
 
 def counts(found: Transition) -> tuple[int, int, int, int]:
-    return len(found.kept), len(found.first), len(found.stopped), len(found.in_turn)
+    return len(found.kept), len(found.start_before), len(found.to_stop), len(found.start_after)
 
 
 def test_transition_to_the_same_plan_keeps_every_process(steps: Any) -> None:
@@ -47,23 +47,23 @@ def test_transition_with_other_simulated_limits_keeps_the_process_and_says_so(st
     new = grouped(old, settings=settings.model_copy(update={"prefill_tokens_s": 50_000.0}))
     found = steps(old, new)
     assert counts(found) == (1, 0, 0, 0)
-    (flags,) = found.lagging.values()
+    (flags,) = found.outdated_flags.values()
     assert flags == ["--max-num-queued-tokens 25000"]
 
 
 def test_transition_one_more_replica_starts_beside_the_old_one(steps: Any) -> None:
     old = plan(Case())
     found = steps(old, placed(old, (0, 0), (0, 1)))
-    assert [c.kind for c in found.first] == ["engine", "router"]
-    assert (len(found.kept), found.stopped, found.in_turn) == (1, (), ())
-    assert found.first[0].port == 8001
+    assert [c.kind for c in found.start_before] == ["engine", "router"]
+    assert (len(found.kept), found.to_stop, found.start_after) == (1, (), ())
+    assert found.start_before[0].port == 8001
 
 
 def test_transition_replica_on_another_gpu_starts_before_the_old_one_ends(steps: Any) -> None:
     old = plan(Case())
     found = steps(old, placed(old, (0, 3)))
     assert counts(found) == (0, 1, 1, 0)
-    assert (found.stopped[0].port, found.first[0].port) == (8000, 8001)
+    assert (found.to_stop[0].port, found.start_before[0].port) == (8000, 8001)
     assert found.deployment.groups[0].ports == [8001]
 
 
@@ -77,7 +77,7 @@ def test_transition_halves_of_a_gpu_start_beside_each_other(steps: Any) -> None:
     old = plan(Case(share=0.5))
     found = steps(old, grouped(old, model="org/other"))
     assert counts(found) == (0, 1, 1, 0)
-    assert found.first[0].port != found.stopped[0].port
+    assert found.start_before[0].port != found.to_stop[0].port
 
 
 def test_transition_of_replicas_of_one_gpu_keeps_each_at_its_port(steps: Any) -> None:
@@ -89,17 +89,17 @@ def test_transition_back_and_forth_frees_the_ports(steps: Any) -> None:
     old = plan(Case())
     there = steps(old, placed(old, (0, 3)))
     back = steps(there.deployment, old)
-    assert back.first[0].port == 8000
+    assert back.start_before[0].port == 8000
     assert counts(back) == (0, 1, 1, 0)
 
 
 def test_transition_router_of_other_servers_starts_beside_the_old_one(steps: Any) -> None:
     old = plan(Case(replicas=2))
     found = steps(old, placed(old, (0, 0), (0, 1), (0, 2)))
-    assert [(c.kind, c.port) for c in found.first] == [("engine", 8002), ("router", 30100)]
-    assert [(c.kind, c.port) for c in found.stopped] == [("router", 30000)]
+    assert [(c.kind, c.port) for c in found.start_before] == [("engine", 8002), ("router", 30100)]
+    assert [(c.kind, c.port) for c in found.to_stop] == [("router", 30000)]
     again = steps(found.deployment, old)
-    assert [c.port for c in again.first] == [30000]
+    assert [c.port for c in again.start_before] == [30000]
 
 
 def test_transition_changed_encoder_takes_its_address_over(steps: Any) -> None:
@@ -110,7 +110,7 @@ def test_transition_changed_encoder_takes_its_address_over(steps: Any) -> None:
         update={"groups": [encoder.model_copy(update={"encoder_models": ["org/b"]}), engine]}
     )
     found = steps(old, new)
-    assert [c.kind for c in found.in_turn] == ["encoder"]
+    assert [c.kind for c in found.start_after] == ["encoder"]
     assert [old.kind for old, _ in found.kept] == ["store", "engine"]
 
 
@@ -121,7 +121,7 @@ def test_transition_encoder_of_engines_without_tower_is_always_there(steps: Any)
         update={"groups": [encoder.model_copy(update={"encoder_models": ["org/b"]}), engine]}
     )
     found = steps(old, new)
-    assert "encoder" in [c.kind for c in found.first]
+    assert "encoder" in [c.kind for c in found.start_before]
 
 
 def test_transition_store_keeps_its_size_and_says_so(steps: Any) -> None:
@@ -129,4 +129,4 @@ def test_transition_store_keeps_its_size_and_says_so(steps: Any) -> None:
     new = old.model_copy(update={"caches": [c.model_copy(update={"gib": 2.0}) for c in old.caches]})
     found = steps(old, new)
     assert counts(found) == (2, 0, 0, 0)
-    assert found.lagging == {"store-0": ["--size 4GiB"]}
+    assert found.outdated_flags == {"store-0": ["--size 4GiB"]}

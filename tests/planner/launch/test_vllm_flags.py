@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_n
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.planner.launch.command_lines import LaunchCommand, commands
-from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.connections import Transfer
 from cornplug.vllm_connector import plugin
 from devkit.checkpoints import qwen2_vl
 from devkit.vllm_cli import parse_serve
@@ -39,7 +39,7 @@ VLLM = [case for case in matrix() if case.engine == "vllm"]
 
 
 def engines(case: Case, transfer: Transfer = "nixl") -> list[LaunchCommand]:
-    found = [c.resolved(VALUES) for c in commands(plan(case), transfer=transfer) if c.kind == "engine"]
+    found = [c.substitute(VALUES) for c in commands(plan(case), transfer=transfer) if c.kind == "engine"]
     assert found
     return found
 
@@ -111,7 +111,7 @@ def test_vllm_flags_distant_encoder_is_asked_by_url(structure: str) -> None:
     first, *decode = engines(Case(structure, hosts=2))
     assert first.env["CORNPLUG_STORE_SECRET_FILE"] == VALUES["SECRET_FILE"]
     made = engine_args(first)
-    found = settings(made.ec_transfer_config.ec_connector_extra_config)
+    found = load_settings(made.ec_transfer_config.ec_connector_extra_config)
     assert found.encoder.engine_urls == ("http://10.0.0.1:8750",)
     assert found.store.secret_file == Path("/etc/cornplug/secret")
     assert found.store.socket == Path("/run/x/store.sock")

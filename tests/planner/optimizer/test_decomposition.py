@@ -10,7 +10,7 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.optimizer import decomposition, milp, objectives
+from cornplug.planner.optimizer import decomposition, milp, solution
 from cornplug.planner.optimizer.decomposition import Incumbent, service_groups, subproblem
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
@@ -83,7 +83,7 @@ def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
 
     monkeypatch.setattr(decomposition, "run_solver", unproven)
     model = milp.build(pool)
-    cost = objectives.cost_objective(model).expression
+    cost = solution.cost_objective(model).expression
     limits = SolverLimits(0.0, 1e5, work=2.0)
     run, values = decomposition.least_cost(model, cost, limits, None, milp.build)
     assert run.status == "feasible"
@@ -108,7 +108,7 @@ def test_least_cost_near_cells_are_searched_first_and_bound_nothing(
     seen = list[SolveProgress]()
     near = {c.name for c in pool.cells if c.nodes == "small"}
     model = milp.build(pool)
-    cost = objectives.cost_objective(model).expression
+    cost = solution.cost_objective(model).expression
     limits = SolverLimits(0.0, 1e5, work=20.0)
     run, values = decomposition.least_cost(model, cost, limits, seen.append, milp.build, near)
     assert open_cells == [near, {c.name for c in pool.cells}]
@@ -126,15 +126,15 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     seen: list[SolveProgress] = []
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = objectives.cost_objective(model).expression
+    money = solution.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(subproblem(pool, part)) for part in service_groups(pool)]
-    decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
+    decomposition.run_rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
     assert exact - 1e-6 <= best.dollars <= 1.03 * exact
     assert {name: (x.lowBound, x.upBound) for name, x in model.x.items()} == bounds_before
     best.improve(money, 1.0)
-    assert (best.run().status, best.dollars) == ("optimal", pytest.approx(exact, rel=1e-3))
+    assert (best.combined_run().status, best.dollars) == ("optimal", pytest.approx(exact, rel=1e-3))
     assert best.bound <= exact + 1e-6
     costs = [p.incumbent for p in seen if p.incumbent is not None]
     bounds = [p.bound for p in seen if p.bound is not None]
@@ -147,9 +147,9 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     """A gap of nothing keeps them going until their work is done."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = objectives.cost_objective(model).expression
+    money = solution.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
-    decomposition.rounds(
+    decomposition.run_rounds(
         best, [milp.build(subproblem(pool, part)) for part in service_groups(pool)], 1.1 * money
     )
     assert best.bound <= exact + 1e-6

@@ -9,7 +9,7 @@ from planner.pools import EXACT, one_service
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
 from cornplug.planner.optimizer import decomposition
-from cornplug.planner.optimizer.infeasibility import unserved_in_short
+from cornplug.planner.optimizer.infeasibility import summarize_unserved
 from cornplug.planner.optimizer.milp import build, solve
 from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
@@ -107,8 +107,8 @@ def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
     assert message.count("no configuration of s") == 1
     assert "demand[u, v]: " in message
     model = build(replace(POOL, demands=two, variants=variants, cells=deaf))
-    assert unserved_in_short(model) == "nothing serves u and 1 more: no configuration of s meets its SLO"
-    assert unserved_in_short(build(POOL)) == ""
+    assert summarize_unserved(model) == "nothing serves u and 1 more: no configuration of s meets its SLO"
+    assert summarize_unserved(build(POOL)) == ""
 
 
 def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import CurrentState, OptimizationProblem, PoolLimits
 from cornplug.planner.optimizer.solution import Values, trim
-from cornplug.planner.optimizer.variables import PoolModel
+from cornplug.planner.optimizer.solvers import PoolModel
 
 from ..pools import EXACT, one_service
 

@@ -11,23 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.inputs.slo import IdleTimes
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.inputs.request_tables import IdleTimes, LatencyBound
 from cornplug.planner.perf_model.capacity import capacity
-from cornplug.planner.perf_model.latency_bound import LatencyBound
-from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
-from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import Station, StationJob, StationVisit
 
 from ..closed_forms import ttft_pipeline, ttft_single
 
 STEPS = EngineStepTimes(
-    prefill=PiecewiseCurve.through([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
-    decode=PiecewiseCurve.through([1, 32, 256], [0.018, 0.022, 0.04]),
+    prefill=PiecewiseCurve.from_points([1, 128, 512, 2048, 8192], [0.02, 0.022, 0.04, 0.15, 0.62]),
+    decode=PiecewiseCurve.from_points([1, 32, 256], [0.018, 0.022, 0.04]),
     kv_token_s=4e-8,
     request_overhead_s=0.005,
 )
-ENCODE = PiecewiseCurve.through([256, 1024, 4096, 16384], [0.012, 0.03, 0.1, 0.42])
+ENCODE = PiecewiseCurve.from_points([256, 1024, 4096, 16384], [0.012, 0.03, 0.1, 0.42])
 
 
 def drawn(
@@ -121,8 +120,8 @@ def _stress(station: Station, draws: Sequence[SampledRequest], bound: LatencyBou
     jobs = [StationJob(float(at), 0, draws[rng.integers(len(draws))], (StationVisit(0),)) for at in at_s]
     outcome = simulate([station], jobs)
     times = outcome.ttft if "P" in station.tasks else outcome.stage_s[:, 0]
-    stage = bound.of(times[500:]) / bound.seconds if bound.seconds else 0.0
-    tokens = bound.of(outcome.tpot[500:2200]) / bound.tpot_s if bound.tpot_s else 0.0
+    stage = bound.statistic_of(times[500:]) / bound.seconds if bound.seconds else 0.0
+    tokens = bound.statistic_of(outcome.tpot[500:2200]) / bound.tpot_s if bound.tpot_s else 0.0
     return max(stage, tokens)
 
 

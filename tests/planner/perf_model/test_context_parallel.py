@@ -8,8 +8,8 @@ from planner.perf_model.engine_specs import engine_spec
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
 from cornplug.planner.perf_model import roofline
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes
 from cornplug.planner.perf_model.roofline import NVLINK, dcp_attention_bytes, dcp_prefill_bytes, pcp_kv_bytes
-from cornplug.planner.simulator.step_times import EngineStepTimes
 
 H200 = gpu_table()["H200"]
 MLA = LLMShape(

@@ -8,8 +8,8 @@ import pytest
 from planner.perf_model.engine_specs import engine_spec
 
 from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.component_shapes import known_models
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
-from cornplug.planner.known_models import known_models
 from cornplug.planner.perf_model.engine_spec import engine_share, kv_tokens
 
 A40 = GpuSpec(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)

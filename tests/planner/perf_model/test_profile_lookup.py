@@ -12,7 +12,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.inputs import profile_tables
 from cornplug.planner.inputs.schema import Component, GeneratorShape, GpuSpec, LLMShape, TowerShape
 from cornplug.planner.perf_model import profile_lookup
-from cornplug.planner.simulator.step_times import ANY, CellHardware
+from cornplug.planner.perf_model.engine_spec import ANY_CLASS, CellHardware
 
 L4 = GpuSpec(
     name="L4",
@@ -82,7 +82,7 @@ def test_profile_lookup_throughput_scales_with_share() -> None:
     )
     prefill, whole = take(component, None, role="P", share=0.5), take(component, None)
     assert prefill is not None
-    assert prefill.requests_per_s == {ANY: 4.0}
+    assert prefill.requests_per_s == {ANY_CLASS: 4.0}
     assert whole is not None
     assert (whole.rate_of("a/b"), whole.rate_of("a/c"), whole.tpot_s) == (3.0, None, {"a/b": 0.04})
 

@@ -53,7 +53,7 @@ def test_kv_demand_of_splitwise_trace_matches_published() -> None:
 @pytest.mark.parametrize(("servers", "p95", "p99"), [(25, 1.60, 2.33), (27, 1.28, 1.93), (30, 1.11, 1.56)])
 def test_two_choices_wait_at_splitwise_load_matches_simulation(servers: int, p95: float, p99: float) -> None:
     """The simulator's waits of `test_splitwise.py`'s requests; least work has 0.22 and 0.38 s at 25."""
-    waits, mean = analytic_load.two_choices(70 * SERVICE_S / servers)
+    waits, mean = analytic_load.power_of_two_wait(70 * SERVICE_S / servers)
     mean_of_those = mean * SERVICE_S * (1 + SERVICE_CV2) / 2 / waits
     for share, expected in ((0.95, p95), (0.99, p99)):
         assert mean_of_those * math.log(waits / (1 - share)) == pytest.approx(expected, rel=0.15)

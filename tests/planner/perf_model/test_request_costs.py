@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.perf_model import analytic_state
-from cornplug.planner.simulator import replicas
-from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model import analytic_load, stations
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.stations import Station
 
 STEPS = EngineStepTimes(
-    PiecewiseCurve.through([1, 100, 400], [0.01, 0.02, 0.1]),
-    PiecewiseCurve.through([1, 8], [0.01, 0.02]),
+    PiecewiseCurve.from_points([1, 100, 400], [0.01, 0.02, 0.1]),
+    PiecewiseCurve.from_points([1, 8], [0.01, 0.02]),
     kv_token_s=1e-6,
 )
 DRAWS = st.lists(
@@ -40,16 +39,16 @@ def test_request_costs_of_lone_request_match_simulator(
         1,
         tasks,
         steps=STEPS,
-        encode=PiecewiseCurve.through([1000], [0.1]),
+        encode=PiecewiseCurve.from_points([1000], [0.1]),
         generate=PiecewiseCurve.line(0.1, 1.0) if "G" in tasks else None,
         chunk_tokens=chunk,
         max_patches=1000,
         chunked=chunked,
     )
-    of = analytic_state.request_costs(tuple(draws))
-    once = analytic_state.encode_s(of, station) + analytic_state.prefill_s(of, station)
-    assert once == pytest.approx([replicas.isolated_prefill_s(station, d) for d in draws])
-    after = analytic_state.decode_s(of, station)
-    assert after == pytest.approx([replicas.isolated_decode_s(station, d) for d in draws])
+    of = analytic_load.request_costs(tuple(draws))
+    once = analytic_load.encode_s(of, station) + analytic_load.prefill_s(of, station)
+    assert once == pytest.approx([stations.isolated_prefill_s(station, d) for d in draws])
+    after = analytic_load.decode_s(of, station)
+    assert after == pytest.approx([stations.isolated_decode_s(station, d) for d in draws])
     made = [station.generate(d.units) if station.generate else 0.0 for d in draws]
-    assert analytic_state.generate_s(of, station) == pytest.approx(made)
+    assert analytic_load.generate_s(of, station) == pytest.approx(made)

@@ -16,8 +16,8 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.roofline import EXPERTS_S, LAYER_S, NVLINK
-from cornplug.planner.simulator.step_times import EngineStepTimes
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes
+from cornplug.planner.perf_model.roofline import EXPERT_LAYER_EXTRA_S, LAYER_S, NVLINK
 
 H100 = GpuSpec(
     name="H100",
@@ -140,7 +140,7 @@ def test_roofline_pp_raises_prefill_rate_not_latency() -> None:
 
 def test_roofline_experts_in_small_batch_are_not_all_read() -> None:
     times = steps(MIXTRAL)
-    dense, latency = 2 * 46.7e9 / (0.85 * 3350e9), LAYERS_S + 32 * EXPERTS_S
+    dense, latency = 2 * 46.7e9 / (0.85 * 3350e9), LAYERS_S + 32 * EXPERT_LAYER_EXTRA_S
     assert times.decode(1) - latency == pytest.approx(dense * 12.9 / 46.7, rel=0.02)
     assert times.decode(64) - latency == pytest.approx(dense, rel=0.02)
 
@@ -184,7 +184,7 @@ def test_roofline_generator_time_is_flops() -> None:
 
 
 def test_roofline_attention_dp_reads_all_but_experts_on_each_rank() -> None:
-    each = 10 * (LAYER_S + EXPERTS_S + NVLINK.latency_s * 3) + RooflineProfile().step_overhead_s
+    each = 10 * (LAYER_S + EXPERT_LAYER_EXTRA_S + NVLINK.latency_s * 3) + RooflineProfile().step_overhead_s
     # A rank has 0.2e9 weights of all, and an eighth of the experts', of which 32 tokens leave some alone.
     read = 2 * (0.2e9 + 0.1e9 * (1 - (56 / 64) ** 32))
     sent = 10 * 2 * 7 * 1000 * 4 * 2
@@ -206,11 +206,11 @@ def test_roofline_lone_group_has_experts_of_all_ranks_to_itself() -> None:
     assert times.group is not None
     link = H100.link_gb_s * 1e9 * NVLINK.efficiency
     common = 2 * 0.1e9 * 8192 / (0.19 * 989e12) + 10 * 2 * 7 * 1000 * 8192 * 2 / link
-    assert times.group.common(8192) == pytest.approx(common, rel=1e-9)
-    assert times.prefill(8192) - times.alone(8192) == pytest.approx(common * 7 / 8, rel=1e-6)
-    assert times.alone(8192) < times.step_s(8192, 0, mean=4096) < times.step_s(8192, 0, mean=8192)
+    assert times.group.shared(8192) == pytest.approx(common, rel=1e-9)
+    assert times.prefill(8192) - times.isolated_prefill(8192) == pytest.approx(common * 7 / 8, rel=1e-6)
+    assert times.isolated_prefill(8192) < times.step_s(8192, 0, mean=4096) < times.step_s(8192, 0, mean=8192)
     assert times.step_s(8192, 0, mean=8192) == times.prefill(8192)
-    assert times.alone(1) > 0.9 * times.prefill(1), "the weights are read whatever their number"
+    assert times.isolated_prefill(1) > 0.9 * times.prefill(1), "the weights are read whatever their number"
 
 
 def test_roofline_expert_parallel_waits_for_fullest_rank() -> None:

@@ -6,8 +6,14 @@ from math import inf
 
 import pytest
 
-from cornplug.planner.inputs.slo import IdleReplica, IdleTimes, PercentileBounds, Slo
-from cornplug.planner.perf_model.latency_bound import LatencyBound, stage_bound
+from cornplug.planner.inputs.request_tables import (
+    IdleReplica,
+    IdleTimes,
+    LatencyBound,
+    PercentileBounds,
+    Slo,
+    stage_bound,
+)
 
 
 def test_stage_bound_of_one_percentile_is_tier_s_times() -> None:
@@ -17,19 +23,19 @@ def test_stage_bound_of_one_percentile_is_tier_s_times() -> None:
 def test_stage_bound_of_other_percentile_is_in_proportion() -> None:
     also = [PercentileBounds(percentile="p99", ttft_s=3.0), PercentileBounds(percentile="p90", tpot_s=0.06)]
     slo = Slo(percentile="p50", ttft_s=1.0, tpot_s=0.04, also=also)
-    bounds = {one.percentile: (one.seconds, one.tpot_s) for one in stage_bound(slo, 0.4, 0.02).each}
+    bounds = {one.percentile: (one.seconds, one.tpot_s) for one in stage_bound(slo, 0.4, 0.02).all_bounds}
     assert bounds == {"p50": (0.4, 0.02), "p99": (0.4 * 3.0, None), "p90": (None, 0.02 * 0.06 / 0.04)}
 
 
 def test_stage_bound_without_bound_on_ttft_follows_whole_answer() -> None:
     slo = Slo(percentile="p50", e2e_s=10.0, also=[PercentileBounds(percentile="p99", e2e_s=25.0)])
-    bounds = {one.percentile: (one.seconds, one.tpot_s) for one in stage_bound(slo, 2.0, 0.1).each}
+    bounds = {one.percentile: (one.seconds, one.tpot_s) for one in stage_bound(slo, 2.0, 0.1).all_bounds}
     assert bounds == {"p50": (2.0, 0.1), "p99": (5.0, 0.25)}
 
 
 def test_stage_bound_of_class_without_slo_is_tier_of_another() -> None:
     assert stage_bound(Slo(), 0.4, 0.02) == LatencyBound("p95", 0.4, 0.02)
-    assert not stage_bound(Slo(), inf, inf).bounded
+    assert not stage_bound(Slo(), inf, inf).has_bounds
 
 
 def test_stage_bound_of_slowdown_is_times_idle_request() -> None:

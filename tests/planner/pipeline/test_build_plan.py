@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cornplug.planner.inputs.component_shapes import known_models
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.known_models import known_models
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan

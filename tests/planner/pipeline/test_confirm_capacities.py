@@ -11,7 +11,13 @@ from cornplug.errors import PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import confirm_capacities
-from cornplug.planner.pipeline.confirm_capacities import LATER, ROUNDS, SCOUT, SCOUTS, SEARCH
+from cornplug.planner.pipeline.confirm_capacities import (
+    FOLLOW_UP_WORK,
+    MAX_ROUNDS,
+    MAX_SCOUT_ROUNDS,
+    SCOUT_WORK,
+    SEARCH_WORK,
+)
 from cornplug.planner.pipeline.confirm_capacities import with_simulated_capacities as confirmed
 from cornplug.planner.pipeline.formulate import formulate
 
@@ -61,19 +67,19 @@ def test_plan_cells_are_searched_once_and_looked_at_again_with_little_work(
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "feasible")
     problem, solution = confirmed(formulate(chat()), quiet, None)
-    assert efforts[0] == SCOUT
-    assert efforts.count(SEARCH) == 1
-    search = efforts.index(SEARCH)
-    assert efforts[:search] == [SCOUT] * search
-    assert search <= SCOUTS
-    assert set(efforts[search + 1 :]) <= {LATER}
-    assert len(efforts) <= ROUNDS
+    assert efforts[0] == SCOUT_WORK
+    assert efforts.count(SEARCH_WORK) == 1
+    search = efforts.index(SEARCH_WORK)
+    assert efforts[:search] == [SCOUT_WORK] * search
+    assert search <= MAX_SCOUT_ROUNDS
+    assert set(efforts[search + 1 :]) <= {FOLLOW_UP_WORK}
+    assert len(efforts) <= MAX_ROUNDS
     used = [problem.cells[name] for name, n in solution.replicas.items() if n]
-    assert all(spec.simulated_replicas for spec in used if spec.timed)
+    assert all(spec.simulated_replicas for spec in used if spec.has_times)
 
     efforts.clear()
-    confirmed(problem, quiet, None, near=solution)
-    assert set(efforts) == {LATER}
+    confirmed(problem, quiet, None, similar_solution=solution)
+    assert set(efforts) == {FOLLOW_UP_WORK}
 
 
 def test_plan_proven_plan_is_not_searched_again(
@@ -81,7 +87,7 @@ def test_plan_proven_plan_is_not_searched_again(
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "optimal")
     confirmed(formulate(chat()), quiet, None)
-    assert set(efforts) == {SCOUT}
+    assert set(efforts) == {SCOUT_WORK}
 
 
 def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,7 @@ def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(confirm_capacities, "solve_with_baseline", unfinished)
     confirmed(formulate(chat()), quiet, None)
-    assert found[:2] == [SCOUT, 1.0]
+    assert found[:2] == [SCOUT_WORK, 1.0]
 
 
 def test_plan_without_simulation_has_all_of_the_work(efforts: list[float]) -> None:

@@ -18,7 +18,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     RateDemand,
     ServiceDemand,
 )
-from cornplug.planner.pipeline import current_deployment
+from cornplug.planner.pipeline import formulate
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
 
@@ -42,10 +42,10 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], OptimizationProblem]:
 
 def test_adopt_current_other_tier_of_same_process_is_free() -> None:
     plan, cells, pool = two_tiers()
-    taken, known = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
+    taken, known = formulate.adopt_current(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
     one, other = cells
     assert taken.current is not None
-    assert taken.current.free == {(one, other), (other, one)}
+    assert taken.current.free_switches == {(one, other), (other, one)}
     assert known[one].cell.switches_with == (other,)
     assert sum(taken.current.replicas.values()) == 1
     # $3.67 an hour for 300 s
@@ -56,7 +56,7 @@ def test_adopt_current_replicas_below_min_dwell_are_counted() -> None:
     plan, cells, pool = two_tiers()
     aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
     for now, below_min_dwell in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
-        taken, _ = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), aged, now=now)
+        taken, _ = formulate.adopt_current(pool, cells, ChangeRules(plan="x"), aged, now=now)
         assert taken.current is not None
         assert sum(taken.current.below_min_dwell.values()) == below_min_dwell
 
@@ -64,15 +64,15 @@ def test_adopt_current_replicas_below_min_dwell_are_counted() -> None:
 def test_keep_current_running_dominated_cell_is_kept() -> None:
     plan, cells, _ = two_tiers()
     specs = list(cells.values())
-    assert current_deployment.keep_current(specs, specs[:1], plan) == specs
+    assert formulate.keep_current(specs, specs[:1], plan) == specs
     stopped = plan.model_copy(update={"groups": []})
-    assert current_deployment.keep_current(specs, specs[:1], stopped) == specs[:1]
+    assert formulate.keep_current(specs, specs[:1], stopped) == specs[:1]
 
 
 def test_limited_to_known_cells_drops_others() -> None:
     runs = CurrentState({"a": 2, "b": 1}, {"b": 1})
-    assert current_deployment.limited_to(runs, ["a"]) == CurrentState({"a": 2}, {})
-    assert current_deployment.limited_to(None, ["a"]) is None
+    assert formulate.limit_to_cells(runs, ["a"]) == CurrentState({"a": 2}, {})
+    assert formulate.limit_to_cells(None, ["a"]) is None
 
 
 @pytest.mark.parametrize(("free", "changes"), [(True, 0), (False, 1)])
@@ -90,7 +90,7 @@ def test_current_deployment_free_switch_is_outside_change_budget(free: bool, cha
             start_cost={"tight": 2.0},
             switch_cost=0.5,
             max_changes=changes,
-            free=frozenset({("loose", "tight")}) if free else frozenset(),
+            free_switches=frozenset({("loose", "tight")}) if free else frozenset(),
         ),
     )
     found = milp.solve(pool, EXACT)

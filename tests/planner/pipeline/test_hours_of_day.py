@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cornplug.planner import plan_command
 from cornplug.planner.inputs.schema import PlanInput, RequestSpec
-from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.pipeline.hours_of_day import with_hours
+from cornplug.planner.pipeline.decide import decide, with_hours
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import formatting, plan_folder, terminal
+from cornplug.planner.report import formatting, plan_folder
 
 from ..made_inputs import QWEN_7B
 
@@ -41,7 +41,7 @@ def test_with_hours_plan_carries_highest_and_gives_back_the_rest() -> None:
     assert plan.cost_per_hour == 8.0
     assert [h.nodes["h"] for h in plan.hours] == [1] * 8 + [8] * 12 + [3] * 4
     assert [h.cost_per_hour for h in plan.hours] == NIGHT_AND_DAY
-    assert [(p.hours, p.runs, p.given_back) for p in formatting.day_parts(plan)] == [
+    assert [(p.hours, p.needed, p.releasable) for p in formatting.day_parts(plan)] == [
         ("00 to 08 h", "1 × h", "7 × h"),
         ("08 to 20 h", "8 × h", "–"),
         ("20 to 24 h", "3 × h", "5 × h"),
@@ -81,7 +81,7 @@ def test_with_hours_reserve_for_a_lost_replica_stays() -> None:
 def test_plan_of_hours_is_shown_in_both_reports() -> None:
     plan = planned({"name": "text", "rate_by_hour": NIGHT_AND_DAY})
     console = Console(record=True, width=120)
-    terminal.show(plan, console)
+    plan_command.show(plan, console)
     for text in (console.export_text(), plan_folder.html_report(plan)):
         assert "00 to 08 h" in text
         assert "7 × h" in text

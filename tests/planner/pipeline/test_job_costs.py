@@ -10,16 +10,17 @@ import pytest
 from rich.console import Console
 
 from cornplug.errors import ConfigError
+from cornplug.planner import plan_command
 from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.request_tables import SEND_SHARE
 from cornplug.planner.inputs.schema import PlanInput
-from cornplug.planner.inputs.slo import SENT
 from cornplug.planner.pipeline.decide import decide
-from cornplug.planner.report import plan_folder, terminal
+from cornplug.planner.report import plan_folder
 
 from ..sample_input import given
 
 HOURS = 8.0
-FOUR_A_SECOND = round(4 * SENT * 3600 * HOURS)
+FOUR_A_SECOND = round(4 * SEND_SHARE * 3600 * HOURS)
 """112,896 requests."""
 RULES = {"n_plus_one": False, "simulate": False, "use_idle_gpus": False, "max_utilisation": 1.0}
 
@@ -45,7 +46,7 @@ def test_plan_of_job_is_that_of_its_rate_and_says_dollars() -> None:
     assert forecast.job.dollars == pytest.approx(2.02 * HOURS)
     assert forecast.job.done_hours is None, "only a throughput is known"
     out = io.StringIO()
-    terminal.show(plan, Console(file=out, width=200))
+    plan_command.show(plan, Console(file=out, width=200))
     assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in out.getvalue()
     assert f"{FOUR_A_SECOND:,} requests of 8 h, for $16.16" in plan_folder.html_report(plan)
 
@@ -75,7 +76,7 @@ def test_job_is_done_when_its_last_answer_is() -> None:
     assert job is not None
     assert job.done_hours is not None
     assert forecast.e2e.p99 is not None
-    assert job.done_hours == pytest.approx(SENT * HOURS + forecast.e2e.p99 / 3600, rel=1e-6)
+    assert job.done_hours == pytest.approx(SEND_SHARE * HOURS + forecast.e2e.p99 / 3600, rel=1e-6)
     assert job.done_hours < HOURS
     (bound,) = forecast.slo_also
     assert (bound.percentile, bound.e2e_s) == ("p99", pytest.approx(0.02 * HOURS * 3600))

@@ -23,7 +23,12 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
 )
 from cornplug.planner.pipeline import place_replicas
-from cornplug.planner.pipeline.place_replicas import excluding, node_losses, survives, unsurvived
+from cornplug.planner.pipeline.place_replicas import (
+    exclude_crowded_nodes,
+    find_unsurvivable_losses,
+    node_losses,
+    survives,
+)
 
 from ..pools import EXACT, one_service
 
@@ -79,12 +84,12 @@ def random_case(seed: int) -> NodeCase:
 
 def planned(pool: OptimizationProblem) -> PoolSolution:
     """As `with_spare_nodes`, of a pool whose capacities are known."""
-    for _ in range(place_replicas.ROUNDS):
+    for _ in range(place_replicas.MAX_ROUNDS):
         solution = solve(pool, EXACT)
-        crowded = unsurvived(pool, solution)
+        crowded = find_unsurvivable_losses(pool, solution)
         if not crowded:
             return solution
-        pool = excluding(pool, crowded)
+        pool = exclude_crowded_nodes(pool, crowded)
     raise AssertionError("no placement survives")
 
 
@@ -159,9 +164,9 @@ def test_unsurvived_full_machine_of_another_service_crowds_the_rest() -> None:
     limits = replace(case.pool.limits, spare=frozenset({"s1"}))
     pool = replace(case.pool, limits=limits)
     solution = replace(solve(pool, EXACT), replicas={"c0": 1, "c1": 4}, nodes={"n": 2}, served={"u": 1.0})
-    crowded = unsurvived(pool, solution)
+    crowded = find_unsurvivable_losses(pool, solution)
     assert CrowdedNode("n", 2, {"c1": 4}) in crowded
-    assert unsurvived(replace(pool, limits=replace(limits, by_node=False)), solution) == ()
+    assert find_unsurvivable_losses(replace(pool, limits=replace(limits, by_node=False)), solution) == ()
 
 
 def test_lose_nodes_infeasible_pool_names_rule() -> None:

@@ -4,8 +4,8 @@ import httpx
 import pytest
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler import encoder_passes
-from cornplug.planner.profiler.encoder_passes import BenchRound, PassCounter, passes, points
+from cornplug.planner import profile_command
+from cornplug.planner.profile_command import BenchRound, PassCounter, latency_rows, read_pass_counter
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
@@ -15,14 +15,14 @@ def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
 
 def test_encoder_passes_batch_takes_tower_time_and_overhead():
     rounds = [sent(1, 1), sent(1, 1), sent(4, 1), sent(4, 1)]
-    rows = points(rounds, 1, gpu="L4")
+    rows = latency_rows(rounds, 1, gpu="L4")
 
     assert [row.x for row in rows] == [256, 1024]
     assert [row.seconds for row in rows] == pytest.approx([0.025 + 0.256, 0.025 + 1.024])
 
 
 def test_points_images_in_two_passes_are_two_batches():
-    rows = points([sent(1, 1), sent(4, 2)], 4, gpu="L4")
+    rows = latency_rows([sent(1, 1), sent(4, 2)], 4, gpu="L4")
 
     assert [row.x for row in rows] == [4 * 256, 4 * 512]
     assert rows[1].seconds == pytest.approx(0.025 + 0.512)
@@ -30,13 +30,13 @@ def test_points_images_in_two_passes_are_two_batches():
 
 def test_points_without_single_image_are_refused():
     with pytest.raises(ConfigError, match="Start with 1"):
-        points([sent(4, 1)], 1, gpu="L4")
+        latency_rows([sent(4, 1)], 1, gpu="L4")
 
 
 def test_passes_of_other_server_metrics_are_refused(monkeypatch):
     def get(url, **_):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(encoder_passes.httpx, "get", get)
+    monkeypatch.setattr(profile_command.httpx, "get", get)
     with pytest.raises(CornplugError, match="not an encoder service"):
-        passes("http://127.0.0.1:1")
+        read_pass_counter("http://127.0.0.1:1")

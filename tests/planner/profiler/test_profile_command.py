@@ -3,7 +3,7 @@
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.profiler.profile_command import main
+from cornplug.planner.profile_command import main
 
 LLM = ["llm", "--gpu", "H100", "--out", "x.csv"]
 

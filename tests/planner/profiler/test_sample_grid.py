@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner.profiler.sample_grid import GridPoint, SampleGrid, TimedPoint
+from cornplug.planner.engine_steps import GridPoint, SampleGrid, TimedPoint
 
 GRID = SampleGrid(prompts=(64, 256, 1024), batches=(1, 2, 8), output_tokens=32, repeats=3)
 CELL = {"gpu": "cpu-core", "engine": "vllm"}
@@ -24,8 +24,8 @@ def answered(points, *, overhead, per_token, base, context=0.0, batch=1):
 
 
 def measured(grid, **engine):
-    alone = answered(grid.isolated(), **engine)
-    together = {b: answered(grid.batched(b), batch=b, **engine) for b in grid.batches[1:]}
+    alone = answered(grid.isolated_requests(), **engine)
+    together = {b: answered(grid.batched_requests(b), batch=b, **engine) for b in grid.batches[1:]}
     return {(row.kind, row.x): row.seconds for row in grid.rows(alone, together, **CELL)}
 
 
@@ -57,25 +57,25 @@ def test_sample_grid_zero_context_time_has_no_row():
 
 def test_sample_grid_slow_first_answers_are_ignored():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
-    alone = answered(GRID.isolated(), **engine)
+    alone = answered(GRID.isolated_requests(), **engine)
     kinds = len(alone) // (GRID.repeats + 1)
     cold = [TimedPoint(t.point, t.seconds + 5) for t in alone[:kinds]] + alone[kinds:]
-    together = {b: answered(GRID.batched(b), batch=b, **engine) for b in GRID.batches[1:]}
+    together = {b: answered(GRID.batched_requests(b), batch=b, **engine) for b in GRID.batches[1:]}
 
     assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
 
 
 def test_sample_grid_noise_above_work_is_refused():
-    alone = [TimedPoint(point, 0.1) for point in GRID.isolated()]
+    alone = [TimedPoint(point, 0.1) for point in GRID.isolated_requests()]
 
     with pytest.raises(CornplugError, match="busy with other work"):
         GRID.rows(alone, {}, **CELL)
 
 
 def test_sample_grid_prompts_beyond_context_are_dropped():
-    assert GRID.within(600).prompts == (64, 256)
+    assert GRID.limit_to(600).prompts == (64, 256)
     with pytest.raises(ConfigError, match="at most 18"):
-        GRID.within(50)
+        GRID.limit_to(50)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import pytest
 
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port
+from cornplug.planner.engine_steps import SampleGrid, engine, run_server
 from cornplug.planner.launch.command_lines import LaunchCommand
-from cornplug.planner.profiler.sample_grid import SampleGrid
-from cornplug.planner.profiler.server_under_test import engine, running
 
 GRID = SampleGrid(prompts=(64, 4096), batches=(1, 8), output_tokens=32, repeats=3)
 
@@ -24,7 +23,7 @@ def test_running_server_that_exits_shows_log(tmp_path):
 
     with (
         pytest.raises(ProcessFailed, match=r"(?s)ended with status 3.*no such model"),
-        running(command, log=tmp_path / "log", ready_s=20),
+        run_server(command, log=tmp_path / "log", ready_s=20),
     ):
         pass
 
@@ -34,7 +33,7 @@ def test_running_silent_server_is_stopped(tmp_path):
 
     with (
         pytest.raises(ProcessFailed, match=r"not ready after 0\.2 s"),
-        running(command, log=tmp_path / "log", ready_s=0.2),
+        run_server(command, log=tmp_path / "log", ready_s=0.2),
     ):
         pass
     assert subprocess.run(["pgrep", "-f", f"# {tmp_path}"], check=False).returncode == 1
@@ -44,7 +43,7 @@ def test_running_server_is_ready_then_ended(tmp_path):
     port = free_port()
     command = served(port, "python3", "-m", "http.server", str(port), "--bind", "127.0.0.1")
 
-    with running(command, log=tmp_path / "log", ready_s=20) as url:
+    with run_server(command, log=tmp_path / "log", ready_s=20) as url:
         assert url == f"http://127.0.0.1:{port}"
     assert subprocess.run(["pgrep", "-f", f"http.server {port}"], check=False).returncode == 1
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from cornplug.errors import CornplugError
-from cornplug.planner.profiler.engine_steps import BenchedModel, bench_command, bench_times, trace_lines
-from cornplug.planner.profiler.sample_grid import GridPoint
+from cornplug.planner.engine_steps import BenchedModel, GridPoint, bench_command, bench_times, trace_lines
 
 ASKS = [GridPoint(1, 1), GridPoint(40, 8), GridPoint(16, 8)]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 from planner.made_inputs import QWEN_7B, plan_input
 
-from cornplug.planner.candidates.timed_configs import no_correction, place_of
+from cornplug.planner import calibration
+from cornplug.planner.candidates.cells import neutral_correction, profile_key_of
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
 from cornplug.planner.plan import Plan, TimesCorrection
-from cornplug.planner.replan import calibration
-from cornplug.planner.replan.observed_times import ObservedTime
+from cornplug.planner.replan_decision import ObservedTime
 
 
 def one_model() -> PlanInput:
@@ -42,7 +42,7 @@ class Running:
         return formulate(self.given, corrections)
 
     def correction(self, **factors: float) -> TimesCorrection:
-        return no_correction(place_of(self.plan.groups[0])).model_copy(update=factors)
+        return neutral_correction(profile_key_of(self.plan.groups[0])).model_copy(update=factors)
 
     def observed(self, **seconds: float) -> list[ObservedTime]:
         (group,) = self.plan.groups
@@ -53,9 +53,9 @@ class Running:
 
     def simulated(self, problem: FormulatedProblem) -> dict[str, float]:
         """Mean TTFT and TPOT of the plan with the problem's times."""
-        unknowns = [calibration._Unknown(one) for one in self.observed(prefill=1.0, decode=1.0)]
-        calibration._Simulation.of(problem, self.plan).update(unknowns)
-        return {one.of.phase: 2.718281828459045**-one.left for one in unknowns}
+        unknowns = [calibration._FactorEstimate(one) for one in self.observed(prefill=1.0, decode=1.0)]
+        calibration._Simulation.create(problem, self.plan).update(unknowns)
+        return {one.observed.phase: 2.718281828459045**-one.log_error for one in unknowns}
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,10 @@ def test_calibrated_factors_of_slower_engine_are_found(
     """The engine: the same simulation with other times, where requests wait more than in proportion."""
     truth = running.correction(prefill=prefill, decode=decode)
     seen = running.simulated(running.problem(truth))
-    (found,) = calibration.calibrated(running.problem(), running.plan, running.observed(**seen))
+    (found,) = calibration.calibrate(running.problem(), running.plan, running.observed(**seen))
     assert found.prefill == pytest.approx(prefill, rel=0.08)
     assert found.decode == pytest.approx(decode, rel=0.08)
-    assert place_of(found) == place_of(truth)
+    assert profile_key_of(found) == profile_key_of(truth)
 
 
 @pytest.mark.more
@@ -85,7 +85,7 @@ def test_calibrated_wait_is_not_taken_for_work(running: Running) -> None:
     """First tokens that take so much longer need a smaller factor: some of it is queue."""
     slower = running.simulated(running.problem(running.correction(prefill=1.5, decode=1.2)))
     ratio = slower["prefill"] / running.simulated(running.problem())["prefill"]
-    (found,) = calibration.calibrated(running.problem(), running.plan, running.observed(**slower))
+    (found,) = calibration.calibrate(running.problem(), running.plan, running.observed(**slower))
     assert ratio > 1.65
     assert found.prefill == pytest.approx(1.5, rel=0.08)
 
@@ -93,13 +93,13 @@ def test_calibrated_wait_is_not_taken_for_work(running: Running) -> None:
 def test_calibrated_corrections_multiply_earlier_ones(running: Running) -> None:
     earlier = running.correction(prefill=1.2, decode=1.2)
     seen = running.simulated(running.problem(running.correction(prefill=1.5, decode=1.5)))
-    (found,) = calibration.calibrated(running.problem(earlier), running.plan, running.observed(**seen))
+    (found,) = calibration.calibrate(running.problem(earlier), running.plan, running.observed(**seen))
     assert (found.prefill, found.decode) == (pytest.approx(1.5, rel=0.08), pytest.approx(1.5, rel=0.08))
 
 
 def test_calibrated_times_as_planned_correct_nothing(running: Running) -> None:
     seen = running.simulated(running.problem())
-    assert calibration.calibrated(running.problem(), running.plan, running.observed(**seen)) == []
+    assert calibration.calibrate(running.problem(), running.plan, running.observed(**seen)) == []
 
 
 @pytest.mark.more
@@ -107,7 +107,7 @@ def test_calibrated_time_beyond_every_factor_is_not_believed(running: Running) -
     """Some minutes of TTFT beside quick decoding are no slow engine: a stall, a queue from before."""
     seen = running.simulated(running.problem())
     stalled = running.observed(prefill=300.0, decode=seen["decode"])
-    found = calibration.calibrated(running.problem(), running.plan, stalled)
+    found = calibration.calibrate(running.problem(), running.plan, stalled)
     assert all(one.prefill == 1.0 for one in found)
 
 

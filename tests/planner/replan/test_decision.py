@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cornplug.planner import replan_decision as verdict
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan import decision as verdict
-from cornplug.planner.replan.decision import ReplanDecision
+from cornplug.planner.replan_decision import ReplanDecision
 
 from .. import sample_input
 
@@ -35,7 +35,7 @@ def replanned(folder: Path, of: PlanInput, **changes: Any) -> tuple[ReplanDecisi
     """`of`: the input with the observed load."""
     change = ChangeRules(plan=folder / "plan.json", **changes)
     decision = decide(of.model_copy(update={"change": change}), digest="0" * 64)
-    return verdict.judge(Plan.load(change.plan), decision, change), decision
+    return verdict.decide_change(Plan.load(change.plan), decision, change), decision
 
 
 def texts(found: ReplanDecision) -> list[str]:
@@ -47,7 +47,7 @@ def texts(found: ReplanDecision) -> list[str]:
 def test_decision_same_load_changes_nothing(tmp_path: Path, rate: float) -> None:
     running(tmp_path, sample_input.given(rate=rate))
     found, decision = replanned(tmp_path, sample_input.given(rate=rate))
-    assert not found.act
+    assert not found.change_recommended
     assert found.steps == ()
     assert not decision.solution.started
 
@@ -56,7 +56,7 @@ def test_decision_doubled_load_starts_replicas(tmp_path: Path) -> None:
     """7.5 requests/s at 80 %: one A100, 10 requests/s. Twice that: another one."""
     running(tmp_path, sample_input.given(rate=7.5))
     found, _ = replanned(tmp_path, sample_input.given(rate=15))
-    assert found.act
+    assert found.change_recommended
     assert found.reason.startswith("the utilisation of ")
     assert found.reason.endswith(" would be 150 %, but at most 95 % is allowed")
     starts = [s for s in found.steps if s.kind == "start"]
@@ -69,13 +69,16 @@ def test_decision_doubled_load_starts_replicas(tmp_path: Path) -> None:
 def test_decision_growth_within_reserve_changes_nothing(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=8.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=9.0))
-    assert (found.act, found.reason) == (False, "no change pays off: the running plan can serve the load")
+    assert (found.change_recommended, found.reason) == (
+        False,
+        "no change pays off: the running plan can serve the load",
+    )
 
 
 def test_decision_lower_load_stops_replicas_for_free(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=24.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=8.0))
-    assert found.act
+    assert found.change_recommended
     assert found.switching_cost == 0
     assert {s.kind for s in found.steps} <= {"stop", "nodes", "route"}
     assert found.steps[-1].kind == "nodes", "and go after it has stopped"
@@ -85,14 +88,14 @@ def test_decision_gain_below_switching_cost_is_declined(tmp_path: Path) -> None:
     """2 A10G (4 requests/s, $2.02) in place of an A100 ($3.67) save $1.65 an hour, and must be started."""
     running(tmp_path, sample_input.given(rate=8.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=3.2), horizon_hours=1.0, start_s=3600 * 2)
-    assert not found.act
+    assert not found.change_recommended
     patient, _ = replanned(tmp_path, sample_input.given(rate=3.2), horizon_hours=1.0, start_s=60)
-    assert patient.act
+    assert patient.change_recommended
     assert patient.saves_per_hour == pytest.approx(3.67 - 2.02)
     assert patient.switching_cost == pytest.approx(2.02 / 60)
     # Worth its cost, but not 1.2 times it: between the solver's view and ours.
     close, _ = replanned(tmp_path, sample_input.given(rate=3.2), horizon_hours=1.0, start_s=2600)
-    assert not close.act
+    assert not close.change_recommended
     assert close.reason == (
         "no change pays off: the new plan would save $1.65 in 1 h, "
         "which is not more than 1.2 × the cost of the change ($1.46)"
@@ -134,8 +137,8 @@ def test_decision_role_switch_precedes_start(tmp_path: Path) -> None:
 def test_overloaded_same_work_uses_planned_capacity(tmp_path: Path) -> None:
     plan = running(tmp_path, pair(6.0, prefill=6.0))
     _, slower = replanned(tmp_path, pair(6.0, prefill=3.0))
-    assert verdict.overloaded(plan, slower, same_work=True) == {}
-    (load,) = verdict.overloaded(plan, slower).values()
+    assert verdict.overloaded_groups(plan, slower, only_rates_differ=True) == {}
+    (load,) = verdict.overloaded_groups(plan, slower).values()
     assert load == pytest.approx(6.0 / 3.0 / 2)
 
 
@@ -144,7 +147,7 @@ def test_decision_young_replicas_stay(tmp_path: Path) -> None:
     below_min_dwell = [g.model_copy(update={"since": time.time() - 60}) for g in plan.groups]
     plan.model_copy(update={"groups": below_min_dwell}).save(tmp_path / "plan.json")
     found, decision = replanned(tmp_path, sample_input.given(rate=8.0))
-    assert not found.act
+    assert not found.change_recommended
     assert decision.plan.cost_per_hour == pytest.approx(plan.cost_per_hour)
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import ConfigError
-from cornplug.planner.replan import observed_load
-from cornplug.planner.replan.observed_load import HistogramCounts, MetricsSnapshot
+from cornplug.planner import observed_load
+from cornplug.planner.observed_load import HistogramCounts, MetricsSnapshot
 
 from ..metrics_text import VLLM, SGLang
 
@@ -50,7 +50,7 @@ def test_between_sglang_snapshots_gives_load() -> None:
     window = observed_load.window_between(before, snapshot(engine.text, 60))
     assert (window.rate, window.waiting) == (pytest.approx(123 / 60), 3)
     assert window.prompt is not None
-    assert (window.prompt.mean, window.prompt.number) == (250, 120)
+    assert (window.prompt.mean, window.prompt.value_count) == (250, 120)
     assert window.cached_share == pytest.approx(0.4)
 
 
@@ -61,7 +61,7 @@ def test_engines_with_other_buckets_add_up() -> None:
     two.serve(30, 250, 10)
     window = observed_load.window_between(before, snapshot(one.text + two.text, 10))
     assert window.prompt is not None
-    assert window.prompt.number == 40
+    assert window.prompt.value_count == 40
     assert window.rate == pytest.approx(4)
 
 
@@ -151,14 +151,14 @@ def assert_names(source: str, prefix: str) -> None:
     names = {
         n
         for group in (
-            observed_load.FINISHED,
-            observed_load.REJECTED,
-            observed_load.PRESENT,
-            observed_load.PROMPT,
-            observed_load.OUTPUT,
+            observed_load.FINISHED_METRICS,
+            observed_load.REJECTED_METRICS,
+            observed_load.PRESENT_METRICS,
+            observed_load.PROMPT_METRICS,
+            observed_load.OUTPUT_METRICS,
         )
         for n in group
-    } | {*observed_load.TTFT, *observed_load.CACHED, *observed_load.LOOKED_UP}
+    } | {*observed_load.TTFT_METRICS, *observed_load.CACHED_METRICS, *observed_load.LOOKUP_METRICS}
     missing = [
         n
         for n in names

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cornplug.planner import observed_load, replan_decision
+from cornplug.planner.observed_load import ObservedWindow
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
-from cornplug.planner.replan import observed_load, observed_times
-from cornplug.planner.replan.observed_load import ObservedWindow
-from cornplug.planner.replan.observed_times import ObservedTime, times_of_groups
+from cornplug.planner.replan_decision import ObservedTime, times_of_groups
 
 from ..metrics_text import VLLM
 from ..sample_plan import group, plan
@@ -32,7 +32,7 @@ def window(n: int = 450, ttft_s: float = 0.4, tpot_s: float = 0.03) -> ObservedW
 
 
 def phases(of: Plan, seen: ObservedWindow, scope: str = "") -> dict[str, float]:
-    found = times_of_groups(of, {scope: seen}, now=NOW, least_age_s=900)
+    found = times_of_groups(of, {scope: seen}, now=NOW, min_age_s=900)
     return {one.phase: one.ratio for one in found}
 
 
@@ -77,7 +77,7 @@ def test_of_groups_pair_divides_its_times() -> None:
     stages = [RouteStage(tasks="P", groups={"p": 1.0}), RouteStage(tasks="D", groups={"d": 1.0})]
     route = PlanRoute(app="chat", request="short", structure="P+D", rate=7.5, stages=stages)
     running = plan(groups=[group("p", "P"), group("d", "D")], routes=[route])
-    found = times_of_groups(running, {"p": window(), "d": window()}, now=NOW, least_age_s=900)
+    found = times_of_groups(running, {"p": window(), "d": window()}, now=NOW, min_age_s=900)
     assert {(one.group, one.phase) for one in found} == {("p", "prefill"), ("d", "decode")}
 
 
@@ -100,17 +100,22 @@ def times(prefill: float, decode: float) -> list[ObservedTime]:
 
 def test_agreed_needs_two_windows_on_one_side() -> None:
     slow = times(1.5, 1.0)
-    assert observed_times.agreed_times(slow, {}, {}) == []
-    assert observed_times.agreed_times(slow, observed_times.ratios(times(1.1, 1.5)), {}) == []
-    assert observed_times.agreed_times(slow, observed_times.ratios(times(0.6, 1.0)), {}) == []
-    assert observed_times.agreed_times(slow, observed_times.ratios(times(1.3, 1.0)), {}) == slow
-    assert observed_times.agreed_times(times(0.7, 1.0), observed_times.ratios(times(0.6, 1.0)), {}) != []
+    assert replan_decision.times_to_correct(slow, {}, {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(1.1, 1.5)), {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(0.6, 1.0)), {}) == []
+    assert replan_decision.times_to_correct(slow, replan_decision.ratios(times(1.3, 1.0)), {}) == slow
+    assert (
+        replan_decision.times_to_correct(times(0.7, 1.0), replan_decision.ratios(times(0.6, 1.0)), {}) != []
+    )
 
 
 def test_agreed_explained_time_is_compared_with_its_explanation() -> None:
     """A correction for 1.5 was found: 1.5 again is no news, 1.0 twice is."""
-    explained = observed_times.ratios(times(1.5, 1.0))
-    assert observed_times.agreed_times(times(1.5, 1.0), explained, explained) == []
+    explained = replan_decision.ratios(times(1.5, 1.0))
+    assert replan_decision.times_to_correct(times(1.5, 1.0), explained, explained) == []
     as_planned = times(1.0, 1.0)
-    assert observed_times.agreed_times(as_planned, explained, explained) == []
-    assert observed_times.agreed_times(as_planned, observed_times.ratios(as_planned), explained) == as_planned
+    assert replan_decision.times_to_correct(as_planned, explained, explained) == []
+    assert (
+        replan_decision.times_to_correct(as_planned, replan_decision.ratios(as_planned), explained)
+        == as_planned
+    )

@@ -14,11 +14,11 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug import cli
+from cornplug.planner import observed_load, replan_command
+from cornplug.planner import replan_command as replan
+from cornplug.planner.observed_load import MetricsSnapshot
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan import observed_load, replan_state
-from cornplug.planner.replan import replan_command as replan
-from cornplug.planner.replan.observed_load import MetricsSnapshot
-from cornplug.planner.replan.replan_command import CHANGE, aged
+from cornplug.planner.replan_command import CHANGE_STATUS, with_start_times
 
 from ..metrics_text import VLLM
 from ..sample_plan import group, plan
@@ -112,7 +112,7 @@ def test_replan_load_within_reserve_prints_one_line(site: Site) -> None:
 def test_replan_plan_for_observed_load_is_kept_at_it(site: Site) -> None:
     """And is not when the load that the file tells of comes back."""
     site.replan(requests=2 * AS_PLANNED)
-    assert site.replan("-o", str(site.folder / "plan"), requests=2 * AS_PLANNED)[0] == CHANGE
+    assert site.replan("-o", str(site.folder / "plan"), requests=2 * AS_PLANNED)[0] == CHANGE_STATUS
     path = site.folder / "plan/plan.json"
     new = Plan.load(path)
     # An hour later: younger replicas would stay whatever the load is.
@@ -130,7 +130,7 @@ def test_replan_doubled_load_in_two_windows_acts(site: Site) -> None:
     assert said.startswith("This window requires a change")
     assert said.endswith("The next window must confirm this.\n")
     status, said = site.replan("-o", str(site.folder / "next"), requests=2 * AS_PLANNED)
-    assert status == CHANGE
+    assert status == CHANGE_STATUS
     assert said == GOLDEN
     new = Plan.load(site.folder / "next/plan.json")
     assert new.cost_per_hour == pytest.approx(7.34)
@@ -163,7 +163,7 @@ def test_json_tells_all_of_it(site: Site) -> None:
     site.replan(requests=2 * AS_PLANNED)
     status, said = site.replan("--json", requests=2 * AS_PLANNED)
     told = json.loads(said)
-    assert (status, told["act"], told["waiting"]) == (CHANGE, True, False)
+    assert (status, told["act"], told["waiting"]) == (CHANGE_STATUS, True, False)
     assert told["observed"] == [
         {"demand": "chat/short", "what": "rate", "planned": 7.5, "observed": pytest.approx(15)}
     ]
@@ -230,12 +230,12 @@ def test_replan_state_of_other_plan_is_dropped(site: Site) -> None:
 
 def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     state = site.folder / "plan/plan-state.json"
-    before = replan_state.ReplanState.model_validate_json(state.read_bytes())
+    before = replan_command.ReplanState.model_validate_json(state.read_bytes())
     site.at_s -= 60
     status, said = site.replan()
     assert (status, said[:14]) == (0, "Saved the firs")
     assert (
-        replan_state.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
+        replan_command.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
         == before.snapshots.keys()
     )
 
@@ -252,4 +252,4 @@ def test_replan_bad_arguments_name_remedy(site: Site, capsys: pytest.CaptureFixt
 def test_aged_kept_replicas_keep_since() -> None:
     old = plan(groups=[group("a", "PD", replicas=2, since=100.0), group("b", "P", replicas=1, since=100.0)])
     new = plan(groups=[group("a", "PD", replicas=1), group("b", "P", replicas=2), group("c", "D")])
-    assert [g.since for g in aged(old, new, 500.0).groups] == [100.0, 500.0, 500.0]
+    assert [g.since for g in with_start_times(old, new, 500.0).groups] == [100.0, 500.0, 500.0]

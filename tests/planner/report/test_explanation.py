@@ -10,7 +10,7 @@ import pytest
 from cornplug.planner.inputs.schema import PlanInput, Slo
 from cornplug.planner.optimizer import decomposition, solvers
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.report import counterfactual, explanation, slo_cost_curve
+from cornplug.planner.report import counterfactual, explanation
 from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
 
 from ..sample_input import given
@@ -219,14 +219,14 @@ def test_explanation_plan_of_sweep_ended_by_clock_is_noted(monkeypatch: pytest.M
 
 def test_scaled_applications_change_bounds_only() -> None:
     applications = given().applications
-    (looser,) = slo_cost_curve.scaled(applications, 2.0)
+    (looser,) = explanation.scaled(applications, 2.0)
     assert looser.slo == Slo(ttft_s=1.0)
     assert [looser.model_copy(update={"slo": applications[0].slo})] == applications
 
 
 def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
     pool = decided(given()).pool
-    larger = explanation.at_load(pool, 4.0)
+    larger = explanation.scale_load(pool, 4.0)
     assert [d.rate for d in larger.demands] == [d.rate * 4 for d in pool.demands]
     assert [n.stock for n in larger.nodes] == [n.stock * 4 for n in pool.nodes]
 
@@ -249,6 +249,6 @@ def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: st
 def test_explanation_budget_spent_has_nothing_left() -> None:
     budget = ExplanationBudget(3)
     budget.spend(2)
-    assert budget.left == 1
+    assert budget.remaining == 1
     budget.spend(3)
-    assert budget.left == 0
+    assert budget.remaining == 0

@@ -120,9 +120,9 @@ def test_html_report_hostile_names_are_escaped() -> None:
 
 def test_placement_chart_replicas_fill_gpus_without_overlap() -> None:
     given = plan()
-    found = charts.gpu_parts(given, given.nodes[1])
+    found = charts.gpu_shares(given, given.nodes[1])
     assert [(p.gpu, p.start, p.share) for p in found] == [(0, 0, 0.25), (0, 0.25, 0.25), (1, 0, 0.25)]
-    big = charts.gpu_parts(
+    big = charts.gpu_shares(
         plan(groups=[group("big", "PD", tp=8, pp=2, replicas=1, placement=[[1, 0]])]), given.nodes[0]
     )
     assert {p.node for p in big} == {1, 2}
@@ -132,7 +132,7 @@ def test_placement_chart_replicas_fill_gpus_without_overlap() -> None:
 def test_flow_chart_arrows_between_columns_can_be_seen() -> None:
     columns = sorted({box.x for box in charts.flow_chart(plan()).boxes})
     assert len(columns) > 1
-    assert all(b - a >= charts.BOX + 60 for a, b in itertools.pairwise(columns))
+    assert all(b - a >= charts.BOX_WIDTH + 60 for a, b in itertools.pairwise(columns))
 
 
 def test_html_report_bar_ends_at_its_limit_only_when_reached() -> None:

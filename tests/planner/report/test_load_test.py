@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.latency_forecast import LatencyForecast, RequestTimes
+from cornplug.planner.plan import LatencyForecast, RequestTimes
 from cornplug.planner.plan_command import main
-from cornplug.planner.report.load_test import LoadTest, load_tests, write
+from cornplug.planner.report.plan_folder import LoadTest, load_tests, write_load_tests
 
 from ..made_inputs import QWEN_7B, plan_input
 from ..plans import Case, plan
@@ -77,7 +77,7 @@ def test_load_test_line_names_address_and_expected_times() -> None:
 
 
 def test_load_test_written_commands_name_written_traces(tmp_path: Path) -> None:
-    said = write(made(Case()), tmp_path)
+    said = write_load_tests(made(Case()), tmp_path)
     (trace,) = tmp_path.iterdir()
     assert f"--dataset-path {trace} &" in said
     assert said.endswith("wait")

@@ -11,18 +11,17 @@ import pytest
 import yaml
 from planner.plans import Case, plan
 
-from cornplug.planner.latency_forecast import RequestTimes
-from cornplug.planner.launch.addresses import sites
 from cornplug.planner.launch.command_lines import commands
-from cornplug.planner.plan import Plan
+from cornplug.planner.launch.connections import replica_addresses
+from cornplug.planner.plan import Plan, RequestTimes
 from cornplug.planner.report.plan_folder import (
-    BOUND,
+    BOUND_SERIES,
     GROUP_LABEL,
-    RATE,
-    RULES,
-    SECONDS,
+    RATE_SERIES,
+    RULES_FILE,
+    SECONDS_SERIES,
     SERIES_LABELS,
-    TARGETS,
+    TARGETS_FILE,
     write_prometheus_files,
 )
 
@@ -45,7 +44,7 @@ def written(of: Plan, name: str) -> str:
 
 
 def rules(of: Plan) -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(written(of, RULES))["groups"]
+    (group,) = yaml.safe_load(written(of, RULES_FILE))["groups"]
     found: list[dict[str, Any]] = group["rules"]
     return found
 
@@ -53,7 +52,7 @@ def rules(of: Plan) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("structure", CASES)
 def test_prometheus_targets_are_the_addresses_that_serve(structure: str) -> None:
     made = plan(Case(structure, replicas=2))
-    found = json.loads(written(made, TARGETS))
+    found = json.loads(written(made, TARGETS_FILE))
     by_group = {one["labels"][GROUP_LABEL]: one["targets"] for one in found}
     assert set(by_group) == {group.name for group in made.groups}
     ports = {c.port for c in commands(made) if c.kind in ("engine", "encoder") and not c.rank}
@@ -62,16 +61,16 @@ def test_prometheus_targets_are_the_addresses_that_serve(structure: str) -> None
 
 def test_prometheus_targets_of_a_replica_on_two_hosts_are_rank_0() -> None:
     made = plan(Case(pp=2, hosts=2, tp=8))
-    placed = sites(made)
+    placed = replica_addresses(made)
     assert any(site.rank for site in placed)
-    (found,) = json.loads(written(made, TARGETS))
+    (found,) = json.loads(written(made, TARGETS_FILE))
     assert found["targets"] == [f"{site.host}:{site.port}" for site in placed if not site.rank]
 
 
 @pytest.mark.parametrize("structure", CASES)
 def test_prometheus_rules_rate_of_groups_is_that_of_the_routes(structure: str) -> None:
     made = timed(Case(structure))
-    rates = [rule for rule in rules(made) if rule["record"] == RATE]
+    rates = [rule for rule in rules(made) if rule["record"] == RATE_SERIES]
     answering = {group.name for group in made.groups if "D" in group.tasks}
     assert {rule["labels"][GROUP_LABEL] for rule in rates} == answering
     total = sum(float(rule["expr"][len("vector(") : -1]) for rule in rates)
@@ -85,14 +84,16 @@ def test_prometheus_rules_times_and_bounds_are_the_forecasts() -> None:
             "expr"
         ]
         for rule in rules(made)
-        if rule["record"] != RATE
+        if rule["record"] != RATE_SERIES
     }
     for one in made.latency_forecasts:
-        assert found[SECONDS, one.request, "ttft", "p95"] == "vector(0.5)"
-        assert found[SECONDS, one.request, "tpot", "mean"] == "vector(0.02)"
+        assert found[SECONDS_SERIES, one.request, "ttft", "p95"] == "vector(0.5)"
+        assert found[SECONDS_SERIES, one.request, "tpot", "mean"] == "vector(0.02)"
         for of in one.bounds:
             if of.bound is not None and of.quantity != "e2e":
-                assert found[BOUND, one.request, of.quantity, of.percentile] == f"vector({of.bound:.6g})"
+                assert (
+                    found[BOUND_SERIES, one.request, of.quantity, of.percentile] == f"vector({of.bound:.6g})"
+                )
 
 
 def test_prometheus_rules_of_a_divided_engine_have_no_first_token() -> None:

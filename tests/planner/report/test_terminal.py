@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
+from cornplug.planner import plan_command as summary
 from cornplug.planner.plan import OptimalityProof, Plan, PlanExplanation
 from cornplug.planner.report import formatting
-from cornplug.planner.report import terminal as summary
 
 from ..sample_plan import group, plan
 
@@ -105,6 +105,6 @@ def test_formatting_seconds_have_three_digits(value: float | None, said: str) ->
 
 def test_slo_checks_percentile_is_compared_with_bound() -> None:
     ttft, tpot, e2e = formatting.slo_checks(plan())
-    assert (ttft.simulated, ttft.kept) == (0.43, True)
-    assert (tpot.simulated, tpot.kept) == (0.052, False)
-    assert (e2e.bound, e2e.kept) == (None, None)
+    assert (ttft.simulated, ttft.is_met) == (0.43, True)
+    assert (tpot.simulated, tpot.is_met) == (0.052, False)
+    assert (e2e.bound, e2e.is_met) == (None, None)

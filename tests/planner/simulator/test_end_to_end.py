@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import TrafficClass
+from cornplug.planner.perf_model.stations import QueuePeak, Station
+from cornplug.planner.pipeline.validate import SimulatedTimes, simulate_plan
 from cornplug.planner.plan import PlanRoute, RouteStage
-from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, simulate_plan
-from cornplug.planner.simulator.simulator import Station
-from cornplug.planner.simulator.stations import QueuePeak
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 STEPS = EngineStepTimes(
     PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3), request_overhead_s=0.5
@@ -51,7 +51,7 @@ def run(
     routes: list[PlanRoute], traffic_classes: dict[str, TrafficClass], requests: int = 400
 ) -> dict[str, SimulatedTimes]:
     return simulate_plan(
-        STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, most_runs=1
+        STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, max_runs=1
     ).times
 
 
@@ -102,7 +102,7 @@ def test_simulate_plan_equal_seed_gives_equal_times() -> None:
     first, again = (run([route(APART)], traffic_classes)["chat/a"] for _ in range(2))
     assert first == again
     other = simulate_plan(
-        STATIONS, [route(APART)], traffic_classes, transfer, requests=400, seed=1, most_runs=1
+        STATIONS, [route(APART)], traffic_classes, transfer, requests=400, seed=1, max_runs=1
     ).times["chat/a"]
     assert other.ttft.mean != first.ttft.mean
 
@@ -127,7 +127,7 @@ def test_simulate_plan_without_routes_is_empty() -> None:
 
 def test_simulate_plan_burst_has_queue_of_its_station() -> None:
     got = simulate_plan(
-        STATIONS, [route(TOGETHER)], classes(5.0, 8.0), transfer, requests=300, seed=0, most_runs=1
+        STATIONS, [route(TOGETHER)], classes(5.0, 8.0), transfer, requests=300, seed=0, max_runs=1
     )
     assert got.queues["mono"].requests > 3
     assert got.queues["p"] == QueuePeak()
@@ -147,6 +147,6 @@ def test_simulate_plan_repeated_runs_narrow_percentiles() -> None:
         assert got["chat/a"].ttft.p95 is not None
         return got["chat/a"].ttft.p95
 
-    once = [p95(seed, most_runs=1) for seed in range(6)]
+    once = [p95(seed, max_runs=1) for seed in range(6)]
     many = [p95(seed) for seed in range(6)]
     assert np.std(many) < 0.7 * np.std(once)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
-from cornplug.planner.simulator.step_times import EngineStepTimes, GroupPrefill, PiecewiseCurve
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, GroupPrefill, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import JobOutcomes, Station, StationJob, StationVisit
 
 STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3), kv_token_s=1e-6)
 PLAIN = replace(STEPS, kv_token_s=0.0)

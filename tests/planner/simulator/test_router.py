@@ -7,10 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cornplug.planner.simulator.replicas import EventAgenda, TokenLog
-from cornplug.planner.simulator.simulator import RouterDispatch
-from cornplug.planner.simulator.stations import Station
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import RouterDispatch
+from cornplug.planner.perf_model.stations import EventAgenda, Station, TokenLog
 
 STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3))
 

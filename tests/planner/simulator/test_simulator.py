@@ -12,10 +12,10 @@ from planner import simpy_stations
 from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
-from cornplug.planner.simulator.stations import QueuePeak
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.engine_spec import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.simulator import simulate
+from cornplug.planner.perf_model.stations import JobOutcomes, QueuePeak, Station, StationJob, StationVisit
 
 STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3))
 HERE = (StationVisit(0),)

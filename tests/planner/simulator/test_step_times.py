@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
+from cornplug.planner.perf_model.engine_spec import ANY_CLASS, CellHardware, EngineStepTimes, PiecewiseCurve
 
 
 def test_piecewise_curve_points_are_met_and_ends_extended() -> None:
-    curve = PiecewiseCurve.through([10, 20, 40], [1.0, 3.0, 4.0])
+    curve = PiecewiseCurve.from_points([10, 20, 40], [1.0, 3.0, 4.0])
     assert [curve(x) for x in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert curve(0) == 0.0, "-1 on the line: no time is negative"
-    assert PiecewiseCurve.through([8], [2.0])(4) == 1.0, "one point: in proportion"
-    for one in (curve, PiecewiseCurve.through([8], [2.0])):
+    assert PiecewiseCurve.from_points([8], [2.0])(4) == 1.0, "one point: in proportion"
+    for one in (curve, PiecewiseCurve.from_points([8], [2.0])):
         x = np.array([0.0, 10, 12, 40, 99])
-        assert one.on(x) == pytest.approx([one(v) for v in x])
+        assert one.evaluate(x) == pytest.approx([one(v) for v in x])
 
 
 def test_piecewise_curve_unsorted_points_are_refused() -> None:
     with pytest.raises(ValueError, match="ascending x"):
-        PiecewiseCurve.through([2, 1], [1.0, 1.0])
+        PiecewiseCurve.from_points([2, 1], [1.0, 1.0])
 
 
 def test_step_s_mixed_iteration_is_longer_times_factor() -> None:
@@ -51,6 +51,6 @@ def test_drain_s_without_pipeline_is_zero() -> None:
 
 
 def test_rate_of_class_overrides_common_throughput() -> None:
-    hardware = CellHardware(requests_per_s={ANY: 2.0, "chat/long": 0.5})
+    hardware = CellHardware(requests_per_s={ANY_CLASS: 2.0, "chat/long": 0.5})
     assert (hardware.rate_of("chat/long"), hardware.rate_of("chat/short")) == (0.5, 2.0)
     assert CellHardware().rate_of("chat/long") is None

@@ -43,7 +43,7 @@ def ahead(engine: Engine, tokens: list[int] = TOKENS) -> int:
     """What SGLang's scheduler thread finds."""
     engine.knows(tokens)
     lookup = EarlyLookup(engine.index, engine.reader, LoadPace("pays", 1), engine.tally, "test")
-    return lookup.worth(array("q", tokens), array("q"), None, PLAIN)
+    return lookup.count_worth_fetching(array("q", tokens), array("q"), None, PLAIN)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_far_pages_that_were_found_are_recalled_and_loaded(far: FarShelvedStore,
 def test_far_pages_tiers_are_those_of_a_disk(far: FarShelvedStore) -> None:
     engine = on(far)
     hashes = engine.knows(TOKENS)
-    assert engine.reader.tiers(hashes, asking=True) == [Tier.ABSENT] * 4
+    assert engine.reader.tiers(hashes, on_scheduler=True) == [Tier.ABSENT] * 4
     assert engine.reader.tiers(hashes) == [Tier.DISK] * 4, "the windows of a model are looked up so"
     assert far.recalls == []
 
@@ -92,7 +92,7 @@ def test_far_pages_page_that_is_near_under_one_of_its_names_is_not_asked_for(
     engine.run.store = far  # type: ignore[assignment]
     hashes = engine.knows(TOKENS[:64])
     engine.knows([*TOKENS[:32], *range(32)])
-    assert engine.reader.present(hashes[:2]) == 2
+    assert engine.reader.count_present(hashes[:2]) == 2
     assert far.sought == []
 
 
@@ -121,7 +121,7 @@ def test_far_pages_answer_that_never_comes_is_a_counted_miss(
 
 
 def test_early_lookup_without_a_far_store_that_answers_queues_nothing(far: FarShelvedStore) -> None:
-    far.far_answers = False
+    far.is_far_up = False
     engine = on(far)
     assert ahead(engine) == 0
     assert far.sought == []
@@ -141,12 +141,12 @@ def test_load_pace_waits_for_far_stores_are_no_part_of_a_loads_delay() -> None:
     now = [0.0]
     with recorded(kv_costs, "LoadRule") as rules:
         pace = LoadPace("pays", 1.0, lambda: now[0])
-    pace.stepped(1000, 0.0)
-    pace.queued("a", 100)
+    pace.record_step(1000, 0.0)
+    pace.record_queued("a", 100)
     now[0] = 3.0
-    pace.waited(2.5)
-    pace.moved(64_000, 0.25)
-    pace.answered("a")
+    pace.record_wait(2.5)
+    pace.record_copy(64_000, 0.25)
+    pace.record_prefetch_end("a")
     # 0.25 s a copy of this size, and 0.25 s until somebody looked.
     assert rules[0].load_s(64_000) == pytest.approx(0.5)
 
@@ -198,7 +198,7 @@ def connected(host: Callable[[str], StoreConfig]) -> Iterator[Callable[[str], En
     def make(url: str) -> Engine:
         config = host(url)
         stores.extend(PoolStore(config, connect_timeout_s=10) for _ in range(2))
-        eventually(lambda: all(store.connected for store in stores))
+        eventually(lambda: all(store.is_connected for store in stores))
         return Engine(stores[-1], faulty=stores[-1], asks=stores[-2])
 
     yield make
@@ -236,5 +236,5 @@ def test_far_pages_store_that_does_not_answer_is_a_miss_in_time(
             assert engine.load(TOKENS).shape[3] == 0
         assert engine.counts() == {("cornplug_misses_total", "absent"): 4}
         store: Any = engine.run.store
-        eventually(lambda: not store.far_answers, within_s=60)
+        eventually(lambda: not store.is_far_up, within_s=60)
         assert ahead(engine, [1, *TOKENS]) == 0, "no request pays for it again"

@@ -50,7 +50,7 @@ def test_kv_save_of_first_long_prompt_into_young_daemon_is_whole(
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 128 << 20)
     engine.writer.save(hashes, slots)
     assert engine.counts()["cornplug_saves_total", "stored"] == PAGES
-    assert engine.reader.present(hashes) == PAGES
+    assert engine.reader.count_present(hashes) == PAGES
 
 
 def test_kv_save_in_slow_rounds_offers_refused_pages_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_kv_save_into_store_that_grows_one_page_a_call_has_no_hole(monkeypatch: 
 
     def counted(publisher: PagePublisher, written: Any) -> None:
         commit(publisher, written)
-        stored.append(engine.reader.count(hashes)[0])
+        stored.append(engine.reader.count_leading(hashes)[0])
 
     monkeypatch.setattr(PagePublisher, "commit", counted)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)
@@ -96,7 +96,7 @@ def test_kv_save_and_load_end_when_sglang_stops_its_threads(monkeypatch: pytest.
     store = MemoryStore(capacity_bytes=16 << 20)
     engine = Engine(store.connect())
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", engine.geometry.page_bytes)
-    monkeypatch.setattr(kv_writer, "_STOP_S", 0.25)
+    monkeypatch.setattr(kv_writer, "_STOP_GRACE_S", 0.25)
     engine.faulty.slow_s, engine.stopping = 0.1, True
     pages = engine.knows(TOKENS), engine.put(sequence(engine.geometry, len(TOKENS)), 0, 8)
     engine.writer.save(*pages)

@@ -15,7 +15,7 @@ from collaborators import recorded
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
@@ -143,7 +143,7 @@ def test_storage_that_goes_on_failing_stops_sharing(process: Tally, monkeypatch:
 def test_storage_saves_what_engine_save_says(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch, save: str, write_policy: str, stored: int
 ) -> None:
-    activation.runtime().config = settings({"engine.app": "test", "engine.save": save})
+    activation.runtime().config = load_settings({"engine.app": "test", "engine.save": save})
     monkeypatch.setattr(Controller, "write_policy", write_policy)
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
@@ -158,7 +158,7 @@ def test_storage_tells_the_store_what_a_page_cost(logged_store: Any, monkeypatch
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     assert backend.batch_set_v1(hashes[:2], slots[:128]) == [True] * 2
-    backend.pace.stepped(640, time.monotonic() - 20.0)
+    backend.pace.record_step(640, time.monotonic() - 20.0)
     assert backend.batch_set_v1(hashes[2:4], slots[128:256]) == [True] * 2
     backend.close()
     before, after = logged_store.costs()[:2], logged_store.costs()[2:]
@@ -265,16 +265,16 @@ def test_prefetch_dearer_than_prefill_is_not_queued(process: Tally, monkeypatch:
     cache = Cache(backend)
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
     assert backend.pace is not None
-    rule.moved(1 << 20, 0.5)  # 2 MB/s
+    rule.record_transfer(1 << 20, 0.5)  # 2 MB/s
     assert cache.request(TOKENS)  # what computing takes nobody knows yet
-    backend.pace.answered("request")
+    backend.pace.record_prefetch_end("request")
     for tokens in (16, 512, 1024):
-        rule.computed(tokens, tokens * 1e-6)
+        rule.record_step(tokens, tokens * 1e-6)
     process.drain()
     assert not cache.request(TOKENS)
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "cheaper"), [8])]
     for tokens in (16, 512, 1024) * 20:
-        rule.computed(tokens, tokens * 1e-1)
+        rule.record_step(tokens, tokens * 1e-1)
     assert cache.request(TOKENS)
 
 
@@ -319,12 +319,12 @@ def test_prefetch_is_queued_only_if_all_ranks_vote(ranks: str) -> None:
 def test_storage_after_weight_update_shares_nothing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
-    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "has_replaced_weights", lambda: True)
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weights_guard, "replaced", lambda: False)
+    monkeypatch.setattr(weights_guard, "has_replaced_weights", lambda: False)
     assert backend.batch_exists(hashes) == 0
     backend.batch_set_v1(hashes, slots)
-    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "has_replaced_weights", lambda: True)
     process.drain()
     assert backend.batch_exists(hashes) == 0
     assert not any(backend.batch_get_v1(hashes, slots))
@@ -434,7 +434,7 @@ def test_storage_of_unaligned_page_size_is_off(caplog: pytest.LogCaptureFixture)
 def test_storage_of_unverified_layout_is_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hicache_storage, "verify", _refuse)
+    monkeypatch.setattr(hicache_storage, "verify_layout", _refuse)
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
         backend, host = attach()
     assert not backend.is_open

@@ -71,7 +71,7 @@ class Server:
     def idles(self, seconds: float, turns: int = 2) -> list[int]:
         """Prompts that have a copy after so many turns over `seconds`."""
         for _ in range(turns):
-            self.idle.turn(self.scheduler)
+            self.idle.run_turn(self.scheduler)
             self.now_s += seconds / (turns - 1)
         return self.tree.backed
 
@@ -80,7 +80,7 @@ def test_idle_backups_short_pause_copies_nothing() -> None:
     server = Server()
     server.finish(1)
     assert server.idles(0.04) == []
-    server.idle.worked()
+    server.idle.record_batch()
     assert server.idles(0.04) == []
     assert server.idles(0.1, turns=3) == [1]
 
@@ -132,7 +132,7 @@ def test_idle_backups_store_that_answers_late_is_asked_in_the_next_pause() -> No
     assert server.idles(1, turns=9) == []
     assert server.questions == 1
     server.free_tokens = 10_000
-    server.idle.worked()
+    server.idle.record_batch()
     assert server.idles(1, turns=9) == [1]
 
 

@@ -19,7 +19,7 @@ flush_cache = hook_of(storage_hooks, "Scheduler.flush_cache")
 
 def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
-    monkeypatch.setattr(storage_hooks, "_idle_backups", lambda cache: server.idle)
+    monkeypatch.setattr(storage_hooks, "_idle_backups_of", lambda cache: server.idle)
     under_way = {7: "a copy"}
     rounds = iter([lambda: None, lambda: None, under_way.clear])
     server.scheduler.waiting_queue = []
@@ -37,4 +37,4 @@ def test_idle_hooks_flush_waits_for_the_copy_under_way(monkeypatch: pytest.Monke
 
 def test_idle_hooks_requests_that_want_an_idle_server_are_sglangs() -> None:
     """They are told by name: one that SGLang renames would no longer wait."""
-    assert all(hasattr(io_struct, name) for name in storage_hooks._WANT_IDLE)
+    assert all(hasattr(io_struct, name) for name in storage_hooks._IDLE_ONLY_REQUESTS)

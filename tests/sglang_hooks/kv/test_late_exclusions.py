@@ -139,7 +139,7 @@ def test_late_exclusions_fp8_kv_with_a_quantisers_scales_is_refused() -> None:
     """As SGLang's CPU backend with AMX keeps it, and FP4 everywhere."""
     pool = device_pool(16, dtype=torch.float8_e4m3fn)
     pool.quant_method = SimpleNamespace()
-    assert "fp8 KV with scales of" in late_exclusions.unshareable(pool, _attention())
+    assert "fp8 KV with scales of" in late_exclusions.pool_exclusion(pool, _attention())
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True), (False, False)])
@@ -189,10 +189,10 @@ def test_late_exclusions_draft_is_announced_and_its_pool_judged(
     )
     with mock.patch.object(compat.logger, "warning") as warning:
         init_model_worker(None, scheduler)
-    assert draft_pages.announced() == ("draft 0" if pools else None)
+    assert draft_pages.get_draft_model() == ("draft 0" if pools else None)
     assert scheduler.enable_hicache_storage is not bool(why)
     assert why in str(warning.call_args)
-    draft_pages.announce(None)
+    draft_pages.set_draft_model(None)
 
 
 def test_late_exclusions_other_storage_stays_attached(overridden: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def test_page_keys_of_media_equal_vectors_of_both_engines(
     case: str, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From items as the tokenizer names them, over the tokens that SGLang itself makes of these."""
-    placeholder_tokens.forget()
+    placeholder_tokens.forget_all()
     monkeypatch.setattr(activation, "is_on", lambda: True)
     items = []
     for medium in vectors.CASES[case]:

@@ -185,7 +185,7 @@ def test_kv_load_of_corrupt_page_is_miss_and_deletes(store: MemoryStore) -> None
     hashes = reader.knows(TOKENS[:256])
     page = reader.index.find(hashes)[2]
     assert page is not None
-    key = reader.reader.keys(page, reader.index.overlaps(page)[0], reader.reader.roots())[0]
+    key = reader.reader.store_keys(page, reader.index.overlaps(page)[0], reader.reader.roots())[0]
     (lease,) = reader.store.lease([key], ttl_s=9, deadline_s=1)
     assert lease is not None
     store.arena[lease.location.offset + 100] ^= 4
@@ -204,10 +204,10 @@ def test_kv_load_of_page_evicted_after_lookup_is_miss(store: MemoryStore) -> Non
     writer, reader = Engine(store.connect()), Engine(store.connect())
     writer.save(TOKENS[:256], sequence(writer.geometry, 256))
     hashes = reader.knows(TOKENS[:256])
-    assert reader.reader.present(hashes) == 4
+    assert reader.reader.count_present(hashes) == 4
     page = reader.index.find(hashes)[2]
     assert page is not None
-    keys = reader.reader.keys(page, reader.index.overlaps(page)[0], reader.reader.roots())
+    keys = reader.reader.store_keys(page, reader.index.overlaps(page)[0], reader.reader.roots())
     reader.store.delete(keys, deadline_s=1)
     assert reader.reader.load(hashes, [0, 64, 128, 192]) == 2
     assert reader.counts()["cornplug_misses_total", "evicted"] == 1
@@ -221,7 +221,7 @@ def test_kv_store_faults_raise_nothing_and_leave_nothing(store: MemoryStore, fau
     setattr(engine.faulty, fault, 5.0 if fault == "slow_s" else True)
     hashes = engine.knows(TOKENS[:256])
     try:
-        assert engine.reader.present(hashes) in (0, 8)
+        assert engine.reader.count_present(hashes) in (0, 8)
     except StoreUnavailable:
         assert fault in ("unavailable", "slow_s")
     assert engine.reader.load(hashes, list(range(0, 256, 16))) == (8 if fault == "full" else 0)
@@ -340,7 +340,7 @@ def test_kv_save_to_slow_store_ends_by_deadline(
     """SGLang gives this thread 10 s to stop, and ends the server otherwise."""
     engine = Engine(store.connect())
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", engine.geometry.page_bytes)
-    monkeypatch.setattr(kv_writer, "_SAVE_S", 0.3)
+    monkeypatch.setattr(kv_writer, "_SAVE_TIMEOUT_S", 0.3)
     engine.faulty.slow_s = 0.2
     with within(10):
         engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))
@@ -374,10 +374,10 @@ def test_kv_load_of_pages_on_disk_waits_for_them(store: KeyedStore, within: Time
     shelved.shelve_all(store)
     reader = Engine(shelved, faulty=shelved, asks=shelved)  # type: ignore[arg-type]
     hashes = reader.knows(TOKENS[:256])
-    assert reader.reader.begins(hashes[0], 256)
-    assert reader.reader.count(hashes) == (4, 4)
+    assert reader.reader.has_first_page(hashes[0], 256)
+    assert reader.reader.count_leading(hashes) == (4, 4)
     assert torch.equal(reader.load(TOKENS[:256]), kv)
-    assert reader.reader.count(hashes) == (4, 0)
+    assert reader.reader.count_leading(hashes) == (4, 0)
     disk_s = reader.reader.disk_s(4)
     assert disk_s > 0
     within.check(disk_s, 10)

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.managers.io_struct import ClearHiCacheReqInput, ClearHiCacheReqOutput
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, late_exclusions
@@ -46,7 +46,7 @@ class Scheduler:
 
 @pytest.fixture
 def server(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:  # noqa: F811
-    config = settings({"engine.app": "test", "engine.save": "always"})
+    config = load_settings({"engine.app": "test", "engine.save": "always"})
     monkeypatch.setattr(activation, "config", lambda: config)
     monkeypatch.setattr(late_exclusions, "_schedulers", weakref.WeakSet())
     one = Server()
@@ -90,7 +90,7 @@ def test_attach_of_storage_that_cannot_share_says_why(
 
     server.cache.detach_storage_backend()
     with monkeypatch.context() as patch:
-        patch.setattr(hicache_storage, "verify", refuse)
+        patch.setattr(hicache_storage, "verify_layout", refuse)
         ok, said = put(server)
     assert not ok
     assert "SGLang does not back up as believed" in said
@@ -104,7 +104,7 @@ def test_attach_after_an_unexpected_error_leaves_nothing_attached(
 ) -> None:
     server.cache.detach_storage_backend()
     with monkeypatch.context() as patch:
-        patch.setattr(hicache_storage, "verify", lambda *args: torch.zeros(1).view(7))
+        patch.setattr(hicache_storage, "verify_layout", lambda *args: torch.zeros(1).view(7))
         assert not put(server)[0]
     assert server.cache.cache_controller.storage_backend is None
     assert put(server)[0]
@@ -119,7 +119,7 @@ def test_attach_is_a_vote_of_all_ranks(server: Server, monkeypatch: pytest.Monke
         votes.append(mine)
         return False
 
-    monkeypatch.setattr(late_exclusions, "agreed", agreed)
+    monkeypatch.setattr(late_exclusions, "all_ranks_agree", agreed)
     if not here:
         monkeypatch.setattr(hicache_storage, "host_pages", lambda pool: 1 / 0)
     ok, said = put(server)
@@ -131,7 +131,7 @@ def test_attach_is_a_vote_of_all_ranks(server: Server, monkeypatch: pytest.Monke
 def test_attach_that_the_start_excluded_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.cache.detach_storage_backend()
     with monkeypatch.context() as patch:
-        patch.setattr(late_exclusions, "unshareable", lambda pool, model=None: "a pool without pages")
+        patch.setattr(late_exclusions, "pool_exclusion", lambda pool, model=None: "a pool without pages")
         assert put(server) == (False, "cornplug: KV of this engine is not shared: a pool without pages")
     with monkeypatch.context() as patch:
         patch.setattr(server.cache, "pp_size", 2)
@@ -140,7 +140,7 @@ def test_attach_that_the_start_excluded_is_refused(server: Server, monkeypatch: 
     other.cache.detach_storage_backend()
     assert "started without KV sharing. Restart it" in put(other)[1]
     assert not other.cache.enable_storage
-    monkeypatch.setattr(activation, "needed", lambda: frozenset({"weights"}))
+    monkeypatch.setattr(activation, "selected_parts", lambda: frozenset({"weights"}))
     with pytest.raises(ConfigError, match="without KV sharing"):
         CornplugStorage(storage_config())
 

@@ -22,7 +22,7 @@ from cornplug.sglang_hooks.kv import hicache_storage
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, window_pools
 from cornplug.sglang_hooks.kv_pages import page_hash_index
-from cornplug.sglang_hooks.kv_pages.layout import RankPlace, host_pages
+from cornplug.sglang_hooks.kv_pages.layout import RankPosition, host_pages
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryStore
@@ -43,7 +43,7 @@ from ..kv_rig import (
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 IN_A_WINDOW = 2
-ONE_RANK = RankPlace(0, 1, 0, (range(LAYERS),))
+ONE_RANK = RankPosition(0, 1, 0, (range(LAYERS),))
 """Pages of 64 tokens in a window."""
 
 
@@ -135,7 +135,7 @@ def test_window_pool_prefix_and_its_window_load_after_restart(layout: str) -> No
         assert torch.equal(window, saved[end])
 
 
-@pytest.mark.parametrize("what", ["hits", "fetch", "offer"])
+@pytest.mark.parametrize("what", ["find_hits", "fetch", "offer"])
 def test_window_pool_error_that_nothing_foresaw_is_a_miss(
     process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -149,7 +149,7 @@ def test_window_pool_error_that_nothing_foresaw_is_a_miss(
     server.save(TOKENS, slice(5, 7))
     hashes = server.names(TOKENS)
     assert (server.found(hashes).kv_hit_pages > 0) is (what == "fetch")
-    assert (server.fetch(hashes[5:7]) is not None) is (what == "hits")
+    assert (server.fetch(hashes[5:7]) is not None) is (what == "find_hits")
     counted = process.tally.drain()["cornplug_misses_total"]
     assert (("test", "kv_page", "error"), [1]) in counted
 
@@ -250,13 +250,13 @@ def test_window_pool_counts_to_the_room_of_a_prompt(process: SimpleNamespace) ->
     full = ranks[0].page
     assert full.layers == 1
     (windows,) = set(kept(server.storage, WindowPool))
-    assert windows.with_full(full).page_bytes == 3 * full.page_bytes
+    assert windows.combined_page(full).page_bytes == 3 * full.page_bytes
 
 
 def ahead(server: Server, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
     hashes = server.names([*prefix, *tokens])
     last = hashes[len(prefix) // 64 - 1] if prefix else None
-    return server.storage.ahead(array("q", tokens), array("q", prefix), last, PLAIN)
+    return server.storage.count_worth_fetching(array("q", tokens), array("q", prefix), last, PLAIN)
 
 
 def test_window_pool_prefetch_is_queued_up_to_the_last_window(process: SimpleNamespace) -> None:
@@ -291,14 +291,14 @@ class Reader:
         self.places = {str(i): Tier(int(tier)) for i, tier in enumerate(tiers)}
         self.recalls, self.recalled, self.absent = recalls, list[str](), 0
 
-    def tiers(self, hashes: Sequence[str], *, asking: bool = False, recall: bool = False) -> list[Tier]:
+    def tiers(self, hashes: Sequence[str], *, on_scheduler: bool = False, recall: bool = False) -> list[Tier]:
         if recall:
             self.recalled += hashes
             if self.recalls:
                 self.places |= dict.fromkeys(hashes, Tier.MEMORY)
         return [self.places[name] for name in hashes]
 
-    def present(self, hashes: Sequence[str]) -> int:
+    def count_present(self, hashes: Sequence[str]) -> int:
         return len(hashes)
 
     def count_absent(self, pages: int) -> None:
@@ -322,7 +322,7 @@ def test_window_pool_reads_the_longest_window_from_disk(
     full: Any = Reader("1" * 8)
     unused: Any = None
     asked = [PoolTransfer(PoolName.SWA, keys=["", ""])]
-    found = WindowPool(unused, reader, unused, 64, 2).hits(full, list("01234567"), asked, at_start=True)
+    found = WindowPool(unused, reader, unused, 64, 2).find_hits(full, list("01234567"), asked, at_start=True)
     assert (found, reader.recalled) == (ends, recalled)
     assert full.absent == 8 - max(ends, default=0)
 
@@ -346,7 +346,7 @@ def test_layer_groups_of_other_pools_are_refused(
 
 
 def test_layer_groups_of_pipeline_stages_are_refused(process: SimpleNamespace) -> None:
-    stages = RankPlace(0, 1, 0, (range(1), range(1, LAYERS)))
+    stages = RankPosition(0, 1, 0, (range(1), range(1, LAYERS)))
     with pytest.raises(LayoutError, match="pipeline parallelism"):
         layer_groups(SimpleNamespace(mem_pool_device=windowed_pool(64)), {"swa": 1}, process.model, stages)
 

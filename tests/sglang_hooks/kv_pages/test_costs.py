@@ -40,7 +40,7 @@ def scene(clock: Clock) -> tuple[LoadPace, LoadRule, Any]:
     with recorded(kv_costs, "LoadRule") as rules:
         pace = LoadPace("pays", 1000.0, clock)
     storage = CornplugStorage.__new__(CornplugStorage)
-    storage.pace, storage.idle = pace, None
+    storage.pace, storage.idle_backups = pace, None
     cache = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=storage))
     return pace, rules[0], SimpleNamespace(tree_cache=cache, busy=False)
 
@@ -82,30 +82,30 @@ def test_load_pace_time_until_noticed_is_measured(clock: Clock) -> None:
     def progress(self: Any, request: Any) -> bool:
         return clock.now >= 101.0
 
-    pace.queued("r", 64)
+    pace.record_queued("r", 64)
     assert not check_prefetch_progress(progress, scheduler.tree_cache, "r")
-    assert pace.waits("r")
-    pace.moved(64_000, 0.25)
+    assert pace.is_waiting("r")
+    pace.record_copy(64_000, 0.25)
     clock.now = 101.0
     assert check_prefetch_progress(progress, scheduler.tree_cache, "r")
-    assert not pace.waits("r")
+    assert not pace.is_waiting("r")
     # 0.25 s a copy of this size, and 0.75 s until somebody looked.
     assert rule.load_s(64_000) == pytest.approx(1.0)
 
 
 def test_load_pace_queued_loads_measure_copies_only(clock: Clock) -> None:
     pace, rule, _ = scene(clock)
-    pace.queued("a", 64)
-    pace.queued("b", 64)
+    pace.record_queued("a", 64)
+    pace.record_queued("b", 64)
     clock.now += 5
-    pace.moved(64_000, 0.25)
-    pace.answered("a")
-    pace.answered("b")
+    pace.record_copy(64_000, 0.25)
+    pace.record_prefetch_end("a")
+    pace.record_prefetch_end("b")
     assert rule.load_s(64_000) == pytest.approx(0.25)
 
 
 def test_load_pace_abandoned_requests_are_forgotten(clock: Clock) -> None:
     pace, _, _ = scene(clock)
     for i in range(1034):
-        pace.queued(i, 1)
-    assert [i for i in range(1034) if pace.waits(i)] == list(range(10, 1034))
+        pace.record_queued(i, 1)
+    assert [i for i in range(1034) if pace.is_waiting(i)] == list(range(10, 1034))

@@ -26,7 +26,7 @@ ABSENT = [(("test", "kv_page", "absent"), [8])]
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(draft_pages, "_identify", lambda model: (model.weights, {"config": "x"}))
     yield
-    draft_pages.announce(None)
+    draft_pages.set_draft_model(None)
 
 
 def draft_model(weights: bytes = b"draft", heads: int = 2) -> Any:
@@ -42,7 +42,7 @@ def drafting(
     weights: bytes = b"draft", heads: int = 2, dim: int = 16, page_size: int = 64, layout: str = "page_first"
 ) -> tuple[CornplugStorage, Any, Any]:
     """The storage of a server with a draft, as SGLang makes it; its host pool and the draft's."""
-    draft_pages.announce(draft_model(weights, heads))
+    draft_pages.set_draft_model(draft_model(weights, heads))
     backend, host = attach(page_size=page_size, layout=layout)
     return backend, host, register(backend, host, device_pool(page_size, heads=heads, dim=dim), layout)
 
@@ -85,7 +85,7 @@ def test_draft_pages_load_with_the_models_after_restart() -> None:
         assert torch.equal(kv_of(pool, slots), expected)
 
 
-@pytest.mark.parametrize("what", ["present", "get", "set"])
+@pytest.mark.parametrize("what", ["count_present", "fetch", "offer"])
 def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
     process: Tally,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -100,17 +100,17 @@ def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     monkeypatch.setattr(DraftPages, what, fails)
     backend.batch_set_v1(hashes, slots)
-    assert backend.batch_set_v2(transfer(hashes, slots)) == {"draft": [what != "set"] * 8}
+    assert backend.batch_set_v2(transfer(hashes, slots)) == {"draft": [what != "offer"] * 8}
     assert backend.batch_exists_v2(hashes, transfer(hashes, slots)).kv_hit_pages == (
-        8 if what == "get" else 0
+        8 if what == "fetch" else 0
     )
-    assert backend.batch_get_v2(transfer(hashes, slots)) == {"draft": [what == "present"] * 8}
+    assert backend.batch_get_v2(transfer(hashes, slots)) == {"draft": [what == "count_present"] * 8}
     assert (("test", "kv_page", "error"), [1]) in process.drain()["cornplug_misses_total"]
 
 
 def test_draft_pool_that_came_before_the_storage_is_shared() -> None:
     """A storage that is attached while SGLang runs gets the draft's pool with the model's."""
-    draft_pages.announce(draft_model())
+    draft_pages.set_draft_model(draft_model())
     device, drafted = device_pool(64), device_pool(64, heads=2, dim=16)
     host, draft = host_pool(device, "page_first"), host_pool(drafted, "page_first")
     host.entry_map = {PoolName.DRAFT: SimpleNamespace(host_pool=draft, device_pool=drafted)}
@@ -139,7 +139,7 @@ def test_draft_pages_lacking_are_no_hit_and_counted_once(process: Tally) -> None
     assert backend.batch_exists_v2(hashes, transfer(hashes, slots)).kv_hit_pages == 3
     backend.close()
 
-    draft_pages.announce(None)
+    draft_pages.set_draft_model(None)
     backend, _ = attach()
     assert backend.batch_exists(name(TOKENS, 64)) == 8
 
@@ -162,13 +162,13 @@ def test_draft_pages_are_not_those_of_a_server_of_the_same_model() -> None:
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     backend.batch_set_v2(transfer(hashes, slots))
     backend.close()
-    draft_pages.announce(None)
+    draft_pages.set_draft_model(None)
     backend, _ = attach()
     assert backend.batch_exists(name(TOKENS, 64)) == 0
 
 
 def test_cornplug_storage_until_the_drafts_pool_is_there_shares_nothing(process: Tally) -> None:  # noqa: F811
-    draft_pages.announce(draft_model())
+    draft_pages.set_draft_model(draft_model())
     backend, host = attach()
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     assert backend.is_open
@@ -185,14 +185,14 @@ def test_cornplug_storage_until_the_drafts_pool_is_there_shares_nothing(process:
 
 
 def test_cornplug_storage_beside_draft_of_latents_is_off() -> None:
-    draft_pages.announce(draft_model())
+    draft_pages.set_draft_model(draft_model())
     backend, host = attach()
     register(backend, host, latent_pool(64), "page_first")
     assert not backend.is_open
 
 
 def test_draft_pages_of_unverified_layout_end_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft_pages.announce(draft_model())
+    draft_pages.set_draft_model(draft_model())
     backend, host = attach()
     device = device_pool(64, heads=2, dim=16)
     monkeypatch.setattr(type(device), "set_kv_buffer", lambda *args, **kwargs: None)

@@ -15,7 +15,7 @@ from cornplug.sglang_hooks.kv_pages.layout import (
     page_geometry,
     quantised_format,
     rank_heads,
-    verify,
+    verify_layout,
 )
 
 from ..kv_rig import DIM, HEADS, LAYERS, LAYOUTS, Controller, device_pool, host_pool, latent_pool
@@ -55,7 +55,7 @@ def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
     host.kv_buffer.normal_()
     before, free = host.kv_buffer.clone(), host.available_size()
     device_before = [buffer.clone() for buffer in (*device.k_buffer, *device.v_buffer)]
-    verify(host_pages(host), Controller(device, host))
+    verify_layout(host_pages(host), Controller(device, host))
     assert torch.equal(host.kv_buffer, before)
     assert host.available_size() == free
     after = (*device.k_buffer, *device.v_buffer)
@@ -65,14 +65,14 @@ def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
 def test_verify_of_a_full_host_pool_passes_once_it_has() -> None:
     device = device_pool(16)
     full, known = (host_pool(device, "layer_first") for _ in range(2))
-    verify(host_pages(known), Controller(device, known))
+    verify_layout(host_pages(known), Controller(device, known))
     for host in (full, known):
         assert host.alloc(host.available_size()) is not None
     with pytest.raises(LayoutError, match="flush the cache"):
-        verify(host_pages(full), Controller(device, full))
-    verify(host_pages(known), Controller(device, known))
+        verify_layout(host_pages(full), Controller(device, full))
+    verify_layout(host_pages(known), Controller(device, known))
     with pytest.raises(LayoutError, match="no free page"):
-        verify(host_pages(known), Controller(device_pool(16), known))
+        verify_layout(host_pages(known), Controller(device_pool(16), known))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,7 +89,7 @@ def test_verify_fp8_pool_moves_every_byte(layout: str, dtype: torch.dtype) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(device), "set_kv_buffer", seen)
-        verify(host_pages(host), Controller(device, host))
+        verify_layout(host_pages(host), Controller(device, host))
     # As attention writes it: not as bytes, which SGLang would cast to numbers.
     assert set(written) == {dtype}
 
@@ -142,7 +142,7 @@ def test_page_geometry_of_windows_is_sglangs_alone(config: dict[str, object], en
 def test_host_pages_of_latent_pool_pass_verify(layout: str) -> None:
     device = latent_pool(16)
     host = host_pool(device, layout)
-    verify(host_pages(host), Controller(device, host))
+    verify_layout(host_pages(host), Controller(device, host))
     page = host_pages(host).page(32)
     page[0, 1, 0, 5] = 3.0
     row = {"layer_first": (1, 37, 0), "page_first": (37, 1, 0), "page_first_direct": (2, 1, 5, 0)}[layout]
@@ -153,9 +153,9 @@ def test_host_pages_of_latent_pool_pass_verify(layout: str) -> None:
 def test_verify_other_axis_order_is_refused(swap: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     device = device_pool(16, heads=3)
     host = host_pool(device, "layer_first")
-    monkeypatch.setitem(kv_layout._MHA, "layer_first", swap)
+    monkeypatch.setitem(kv_layout._MHA_DIMENSIONS, "layer_first", swap)
     with pytest.raises(LayoutError) as refused:
-        verify(host_pages(host), Controller(device, host))
+        verify_layout(host_pages(host), Controller(device, host))
     assert refused.value.reason == "layout"
     assert host.available_size() == host.size
 
@@ -172,7 +172,7 @@ def test_verify_copy_swapping_k_and_v_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(device), "set_kv_buffer", swapped)
     with pytest.raises(LayoutError, match="back up"):
-        verify(host_pages(host), Controller(device, host))
+        verify_layout(host_pages(host), Controller(device, host))
 
 
 def test_verify_load_that_copies_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_verify_load_that_copies_nothing_is_refused(monkeypatch: pytest.MonkeyPa
     host = host_pool(device, "page_first")
     monkeypatch.setattr(type(host), "load_to_device_per_layer", lambda *args, **kwargs: None)
     with pytest.raises(LayoutError, match="load"):
-        verify(host_pages(host), Controller(device, host))
+        verify_layout(host_pages(host), Controller(device, host))
 
 
 def test_host_pages_of_unknown_pool_are_refused() -> None:

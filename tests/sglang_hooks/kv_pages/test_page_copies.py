@@ -16,7 +16,7 @@ from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks.kv_pages import page_copies
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
-from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PageSlice, copy_thread_count
 from cornplug.store.base import Lease, Reservation, ReserveTerms
 from cornplug.store.memory import MemoryConnection, MemoryStore
 
@@ -54,7 +54,7 @@ class HostRank:
     def fill(self, slot: int, seed: int) -> torch.Tensor:
         """Put this rank's heads of a page of noise into the host pool; the page."""
         page = page_of(self.mine.page, seed)
-        self.pages.page(slot).copy_(page[self.mine.held.heads.start : self.mine.held.heads.stop])
+        self.pages.page(slot).copy_(page[self.mine.rank_slice.heads.start : self.mine.rank_slice.heads.stop])
         return page
 
     def reserve(self, *keys: int) -> list[Reservation]:
@@ -69,8 +69,8 @@ class HostRank:
         assert lease is not None
         return lease
 
-    def part(self, slot: int) -> list[PagePart]:
-        return [PagePart(WHOLE, self.copies.at(slot))]
+    def part(self, slot: int) -> list[PageSlice]:
+        return [PageSlice(WHOLE, self.copies.host_page(slot))]
 
 
 def stored(store: MemoryStore, room: Reservation) -> bytes:
@@ -94,8 +94,8 @@ def test_page_copies_at_equals_host_page(store: MemoryStore, layout: str) -> Non
     buffer.view(torch.int16).copy_((torch.arange(buffer.numel()) % 30011).view(buffer.shape))
     last = rank.pages.pool.size - 16
     for slot in (0, 16, 272, last):
-        assert rank.copies.at(slot).tobytes() == bytes_of(rank.pages.page(slot))
-    rank.copies.at(32)[2, 1, 0, 5] = np.void(b"\1" * 2 * DIM)
+        assert rank.copies.host_page(slot).tobytes() == bytes_of(rank.pages.page(slot))
+    rank.copies.host_page(32)[2, 1, 0, 5] = np.void(b"\1" * 2 * DIM)
     assert (rank.pages.page(32)[2, 1, 0, 5].view(torch.int16) == 0x0101).all()
 
 
@@ -107,14 +107,14 @@ def test_page_copies_at_equals_host_page_of_latents(store: MemoryStore, layout: 
     copies = PageCopies(RankPages(geometry, held, store.connect()), pages)
     pages.pool.kv_buffer.normal_()
     for slot in (0, 48, pages.pool.size - 16):
-        assert copies.at(slot).tobytes() == bytes_of(pages.page(slot))
+        assert copies.host_page(slot).tobytes() == bytes_of(pages.page(slot))
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 def test_page_copies_at_slot_inside_page_equals_host_page(store: MemoryStore, layout: str) -> None:
     rank = HostRank(store, layout)
     rank.pages.pool.kv_buffer.normal_()
-    assert rank.copies.at(17).tobytes() == bytes_of(rank.pages.page(17))
+    assert rank.copies.host_page(17).tobytes() == bytes_of(rank.pages.page(17))
 
 
 @pytest.mark.parametrize("tile_bytes", TILES)
@@ -193,7 +193,7 @@ def test_page_copies_read_of_some_layers_verifies_whole_segments(store: MemorySt
     held = RankSlice(heads=range(2, 4), layers=range(1, 3), writes=True)
     there = torch.zeros(2, 2, 2, 64, DIM, dtype=torch.bfloat16)
     copies = PageCopies(RankPages(PAGE, held, writer.store), writer.pages)
-    parts = [PagePart(WHOLE, copies.rows(there))]
+    parts = [PageSlice(WHOLE, copies.as_rows(there))]
     assert copies.read([(lease, parts)], never) == (1, None)
     assert torch.equal(there, page[2:4, 1:3])
     # A layer that this rank does not have.
@@ -210,7 +210,9 @@ def test_page_copies_of_small_parts_meet_in_one_page(store: MemoryStore, layout:
     insides = [slice(16 * i, 16 * i + 16) for i in range(4)]
     for inside, slot in zip(insides, slots, strict=True):
         rank.pages.page(slot).copy_(page[:, :, :, inside])
-    parts = [PagePart(inside, rank.copies.at(slot)) for inside, slot in zip(insides, slots, strict=True)]
+    parts = [
+        PageSlice(inside, rank.copies.host_page(slot)) for inside, slot in zip(insides, slots, strict=True)
+    ]
     (room,) = rank.reserve(1)
     (sums,) = rank.copies.write([(parts, room.location)], never)
     assert stored(store, room) == bytes_of(page)
@@ -331,4 +333,4 @@ def test_copy_threads_follow_cores_beside_a_gpu(
     device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_copies.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert copy_threads(device, ranks) == threads
+    assert copy_thread_count(device, ranks) == threads

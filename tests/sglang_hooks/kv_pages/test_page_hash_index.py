@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 
 from cornplug.engine_common import lora_digests
-from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
+from cornplug.engine_common.lora_digests import BackgroundLoraDigests, LoraDigests
 from cornplug.errors import CheckpointError
-from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
+from cornplug.identity import LINK_TOKENS, hash_chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv import early_lookup
 from cornplug.sglang_hooks.kv_pages import namespace_roots, page_hash_index
@@ -46,7 +46,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(tokens: list[int], page_tokens: int) -> list[bytes]:
-    links = chain(b"", tokens[: len(tokens) // page_tokens * page_tokens])
+    links = hash_chain(b"", tokens[: len(tokens) // page_tokens * page_tokens])
     step = page_tokens // LINK_TOKENS
     return links[step - 1 :: step]
 
@@ -60,11 +60,14 @@ def check(index: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
         parts = index.overlaps(page)
         covered = 0
         for part in parts:
-            at = start + part.page.start
+            at = start + part.sglang_slice.start
             assert wanted[at // index.page_tokens] in part.links
-            assert part.inside.start == at % index.page_tokens
-            assert part.inside.stop - part.inside.start == part.page.stop - part.page.start
-            covered += part.page.stop - part.page.start
+            assert part.store_slice.start == at % index.page_tokens
+            assert (
+                part.store_slice.stop - part.store_slice.start
+                == part.sglang_slice.stop - part.sglang_slice.start
+            )
+            covered += part.sglang_slice.stop - part.sglang_slice.start
         known = (start + index.page_size - 1) // index.page_tokens < len(wanted)
         assert covered == (index.page_size if known else 0)
 
@@ -138,7 +141,7 @@ def test_page_hash_index_ends_before_foreign_medium() -> None:
     hashes = hashes_of(tokens, 16)
     index.record(None, hashes, tokens, PLAIN)
     assert [page is not None for page in index.find(hashes)] == [True] * 4 + [False] * 2
-    assert [page.link for page in index.find(hashes[:4]) if page] == chain(b"", tokens[:64])
+    assert [page.link for page in index.find(hashes[:4]) if page] == hash_chain(b"", tokens[:64])
     index.record(hashes[4], hashes[5:], tokens[80:], PLAIN)
     assert index.find(hashes)[5] is None
 
@@ -207,9 +210,9 @@ def test_namespace_roots_failed_identity_keeps_reason() -> None:
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespace_roots, "_paths", {})
-    monkeypatch.setattr(namespace_roots, "_disputed", set())
-    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
-    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
+    monkeypatch.setattr(namespace_roots, "_ambiguous_ids", set())
+    monkeypatch.setattr(namespace_roots, "_files", BackgroundLoraDigests())
+    monkeypatch.setattr(lora_digests, "_CHECK_TIMEOUT_S", 10)  # a busy machine
     monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
@@ -325,7 +328,7 @@ def test_page_hash_hooks_pairs_of_tokens_are_the_pages_of_the_first_ones(index: 
 def test_first_page_of_pairs_of_tokens_is_sglangs(index: PageHashIndex, prefix: int) -> None:
     tokens = prompt(257)
     hashes = hashes_of(tokens, 16, in_pairs=True)
-    first = early_lookup.first_page(
+    first = early_lookup.hash_first_page(
         index, array("q", tokens[prefix:]), array("q", tokens[:prefix]),
         hashes[prefix // 16 - 1] if prefix else None, PLAIN, in_pairs=True,
     )  # fmt: skip
@@ -335,7 +338,7 @@ def test_first_page_of_pairs_of_tokens_is_sglangs(index: PageHashIndex, prefix: 
 def test_first_page_of_forgotten_prefix_records_it(index: PageHashIndex) -> None:
     tokens = prompt(256)
     hashes = hashes_of(tokens, 16)
-    first = early_lookup.first_page(
+    first = early_lookup.hash_first_page(
         index, array("q", tokens[128:]), array("q", tokens[:128]), hashes[7], PLAIN
     )
     assert first == hashes[8]
@@ -348,7 +351,7 @@ def test_first_page_of_forgotten_prefix_records_it(index: PageHashIndex) -> None
 def test_first_page_with_wrong_prefix_records_nothing(index: PageHashIndex) -> None:
     tokens, wrong = prompt(256), prompt(256, 5)
     hashes = hashes_of(tokens, 16)
-    early_lookup.first_page(index, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
+    early_lookup.hash_first_page(index, array("q", tokens[128:]), array("q", wrong[:128]), hashes[7], PLAIN)
     looked_up(tokens[128:], hashes[7])
     assert set(index.find(hashes[8:])) == {None}
 
@@ -418,7 +421,7 @@ def test_page_hash_hooks_record_only_known_media(index: PageHashIndex) -> None:
     tokens = prompt(128)
     tokens[64:68] = placeholder_tokens(identity)
     assert set(index.find(looked_up(tokens, None))[4:]) == {None}
-    tokens_module.add(identity)
+    tokens_module.remember_identity(identity)
     check(index, tokens, looked_up(tokens, None))
 
 
@@ -427,21 +430,21 @@ def advance_of_index() -> Any:
     with mock.patch.object(page_hash_index, "PageHashIndex") as index:
         page_hash_index.open_index(16, 64)
     page_hash_index.close_index()
-    return index.call_args.kwargs["advance"]
+    return index.call_args.kwargs["compute_chain"]
 
 
 @pytest.mark.parametrize("prior", [b"", bytes(range(32))])
 def test_native_chain_equals_python_chain(prior: bytes) -> None:
     advance, tokens = advance_of_index(), prompt(64)
-    assert advance is not chain
+    assert advance is not hash_chain
     tokens[20:24] = placeholder_tokens(b"o" * 32)
     for made in (tokens, array("q", tokens)):
-        assert advance(prior, made) == chain(prior, made)
+        assert advance(prior, made) == hash_chain(prior, made)
 
 
 def test_changed_native_hash_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_hash_index, "_native_chain", lambda prior, tokens: [b"other"])
-    assert advance_of_index() is chain
+    assert advance_of_index() is hash_chain
 
 
 def test_sglang_page_hashes_equal_get_hash_str() -> None:

@@ -12,7 +12,7 @@ import page_root_vectors as vectors
 import pytest
 
 from cornplug.engine_common import lora_digests
-from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.lora_digests import BackgroundLoraDigests
 from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
@@ -24,10 +24,15 @@ load_lora_adapter = hook_of(namespace_roots, "LoRAManager._load_lora_adapter")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
+    for name, empty in (
+        ("_paths", {}),
+        ("_managers", {}),
+        ("_skipped_weights", {}),
+        ("_ambiguous_ids", set()),
+    ):
         monkeypatch.setattr(namespace_roots, name, empty)
-    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
-    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
+    monkeypatch.setattr(namespace_roots, "_files", BackgroundLoraDigests())
+    monkeypatch.setattr(lora_digests, "_CHECK_TIMEOUT_S", 10)  # a busy machine
     monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
@@ -59,7 +64,7 @@ def test_roots_of_another_kind_of_pages_read_the_checkpoint_once() -> None:
 
     full = NamespaceRoots(vectors.SECRET, vectors.PAGE, identify)
     assert full.wait(60)
-    windows = full.of(replace(vectors.PAGE, engine="sglang"))
+    windows = full.for_page(replace(vectors.PAGE, engine="sglang"))
     space = CacheNamespace(None, None)
     roots = {full.root(space), windows.root(space), full.root(space), windows.root(space)}
     assert (len(roots), len(read)) == (2, 1)

@@ -11,7 +11,12 @@ from sglang.srt import runtime_context
 from sglang.srt.layers import dp_attention
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks.kv_pages.layout import agreed, layers_of_stages, rank_place, require_stage
+from cornplug.sglang_hooks.kv_pages.layout import (
+    all_ranks_agree,
+    check_first_layer,
+    layers_of_stages,
+    rank_position,
+)
 
 from ..kv_rig import storage_config
 
@@ -48,7 +53,7 @@ def test_rank_place_is_that_of_sglangs_storage(
     size: int, groups: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_world(monkeypatch, size, groups)
-    place = rank_place(storage_config(**more), 7)
+    place = rank_position(storage_config(**more), 7)
     assert (place.tp_rank, place.tp_size) == (more.get("tp_rank", 0), more.get("tp_size", 1))
     assert place.layers == (range(3, 7) if "pp_rank" in more else range(7))
     assert place.first_layers == ([0, 3] if "pp_size" in more else [0])
@@ -67,16 +72,16 @@ def test_rank_place_of_unknown_parallelism_is_refused(
 ) -> None:
     in_world(monkeypatch, size, groups)
     with pytest.raises(LayoutError, match=why) as refused:
-        rank_place(storage_config(**more), 7)
+        rank_position(storage_config(**more), 7)
     assert refused.value.reason == "parallelism"
 
 
 def test_require_stage_of_another_first_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     in_world(monkeypatch, 2)
-    place = rank_place(storage_config(pp_size=2, pp_rank=1), 7)
-    require_stage(place, SimpleNamespace(start_layer=3))
+    place = rank_position(storage_config(pp_size=2, pp_rank=1), 7)
+    check_first_layer(place, SimpleNamespace(start_layer=3))
     with pytest.raises(LayoutError, match="layer 4, expected 3"):
-        require_stage(place, SimpleNamespace(start_layer=4))
+        check_first_layer(place, SimpleNamespace(start_layer=4))
 
 
 @pytest.mark.parametrize("mine", [True, False])
@@ -93,4 +98,4 @@ def test_agreed_only_if_all_ranks_of_all_stages_do(
     cache = SimpleNamespace(
         pp_size=1 if of_stages is None else 2, pp_group="stages", _all_reduce_attn_groups=lower
     )
-    assert agreed(cache, mine) is (mine and of_heads and of_stages is not False)
+    assert all_ranks_agree(cache, mine) is (mine and of_heads and of_stages is not False)

@@ -14,7 +14,7 @@ from sglang.srt.multimodal.processors import base_processor
 from cornplug.config import Config, load
 from cornplug.sglang_hooks import plugin
 from cornplug.sglang_hooks.media import preprocessing
-from cornplug.sglang_hooks.media.preprocessing import on_cpu
+from cornplug.sglang_hooks.media.preprocessing import preprocesses_on_cpu
 
 from ..hooked import hook_of
 
@@ -89,15 +89,22 @@ def test_cpu_preprocessing_on_gpu_server_moves_images_to_cpu(monkeypatch: pytest
 def test_cpu_preprocessing_is_wanted_by_setting_device_and_model(
     how: str, device: str, family: str, dtype: str, expected: bool, short_path: Path
 ) -> None:
-    assert on_cpu(config(how, short_path / "e"), device=device, family=family, dtype=dtype) is expected
+    assert (
+        preprocesses_on_cpu(config(how, short_path / "e"), device=device, family=family, dtype=dtype)
+        is expected
+    )
 
 
 def test_cpu_preprocessing_is_default_beside_encoder_service(short_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(short_path / "e"))
-    assert not on_cpu(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
+    assert not preprocesses_on_cpu(
+        config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32"
+    )
     listener.listen()
-    assert on_cpu(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
+    assert preprocesses_on_cpu(
+        config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32"
+    )
     listener.close()
 
 
@@ -105,10 +112,10 @@ def test_cpu_preprocessing_is_default_beside_encoder_service_of_another_host(sho
     listener = socket.create_server(("127.0.0.1", 0))
     urls = f"http://127.0.0.1:1, http://127.0.0.1:{listener.getsockname()[1]}"
     beside = load({"encoder.engine_urls": urls, "encoder.socket": str(short_path / "e")}, environ={})
-    assert on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
+    assert preprocesses_on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
     listener.close()
-    assert not on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
+    assert not preprocesses_on_cpu(beside, device="cuda", family="qwen2_vl", dtype="float32")
 
 
 def test_cpu_preprocessing_has_its_own_part_of_hooks() -> None:
-    assert plugin.hooks({"cpu_images"}) == preprocessing.HOOKS
+    assert plugin.hooks_of({"cpu_images"}) == preprocessing.HOOKS

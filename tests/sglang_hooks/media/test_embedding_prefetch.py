@@ -91,11 +91,11 @@ def test_prefetch_inputs_hold_only_fields_of_family() -> None:
     """Not what else SGLang's processor keeps: the service refuses what its tower does not take."""
     one = item()
     one.model_specific_data["num_crops"] = torch.tensor([0])
-    assert set(embedding_prefetch._inputs(one, ("pixel_values", "image_grid_thw"))) == {
+    assert set(embedding_prefetch._tower_inputs(one, ("pixel_values", "image_grid_thw"))) == {
         "pixel_values",
         "image_grid_thw",
     }
-    assert set(embedding_prefetch._inputs(one, ("pixel_values",))) == {"pixel_values"}
+    assert set(embedding_prefetch._tower_inputs(one, ("pixel_values",))) == {"pixel_values"}
 
 
 def test_prefetch_inputs_with_image_sizes_are_refused() -> None:
@@ -103,7 +103,7 @@ def test_prefetch_inputs_with_image_sizes_are_refused() -> None:
     one = item()
     one.model_specific_data["image_sizes"] = [(70, 60)]
     with pytest.raises(EncoderRefused) as error:
-        embedding_prefetch._inputs(one, ("pixel_values", "image_sizes"))
+        embedding_prefetch._tower_inputs(one, ("pixel_values", "image_sizes"))
     assert error.value.reason == "no_inputs"
 
 
@@ -118,9 +118,9 @@ def test_prefetch_deadline_follows_measured_tower_time(here: Stage) -> None:
     """A tower of 50 ms does not wait 10 s: its scheduler process says what it takes."""
     here.service.answer = encoded()
     here.prepare(KEYS[0])
-    engine_state.current().note_costs(encode_row_s=0.4, fetch_pays=True)
+    engine_state.current().publish_costs(encode_row_s=0.4, is_fetch_faster=True)
     here.prepare(KEYS[1])
-    engine_state.current().note_costs(encode_row_s=0.001, fetch_pays=True)
+    engine_state.current().publish_costs(encode_row_s=0.001, is_fetch_faster=True)
     here.prepare(KEYS[2])
     waited = [request.deadline_s for request in here.service.asked]
     assert waited == pytest.approx([10.0, 3 * 4 * 0.4, 0.5], abs=0.2)
@@ -128,7 +128,7 @@ def test_prefetch_deadline_follows_measured_tower_time(here: Stage) -> None:
 
 def test_prefetch_dearer_than_tower_is_skipped(here: Stage) -> None:
     here.publish(KEYS[0])
-    engine_state.current().note_costs(encode_row_s=1e-6, fetch_pays=False)
+    engine_state.current().publish_costs(encode_row_s=1e-6, is_fetch_faster=False)
     assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
     assert not here.service.asked
     assert here.missed() == {"cheaper": 2}
@@ -179,7 +179,7 @@ def test_prefetch_with_encoder_down_is_miss_without_wait(here: Stage, within: Ti
 
 def test_prefetch_with_encoder_down_packs_no_inputs(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    monkeypatch.setattr(embedding_prefetch, "_inputs", lambda *args: packed.append(args))
+    monkeypatch.setattr(embedding_prefetch, "_tower_inputs", lambda *args: packed.append(args))
     monkeypatch.setattr(here.service, "refusal", EncoderUnavailable("gone", reason="encoder_down"))
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"encoder_down": 1}
@@ -200,7 +200,7 @@ def test_prefetch_of_request_that_has_waited_asks_no_encoder(here: Stage) -> Non
     here.publish(KEYS[0])
 
     def waited() -> list[str | None]:
-        embedding_prefetch.waited.set(True)
+        embedding_prefetch.has_waited.set(True)
         return here.prepare(KEYS[0], KEYS[1])
 
     assert copy_context().run(waited) == ["store", None]
@@ -226,7 +226,7 @@ def test_prefetch_error_that_nothing_foresaw_is_miss(here: Stage, monkeypatch: p
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("nothing foresaw this")
 
-    monkeypatch.setattr(embedding_prefetch, "recalled", fails)
+    monkeypatch.setattr(embedding_prefetch, "recall_and_wait", fails)
     assert here.prepare(KEYS[0]) == [None]
     assert here.missed() == {"error": 1}
 
@@ -309,7 +309,7 @@ def test_prefetch_cancelled_cancels_encode_request(here: Stage) -> None:
 
 def test_prefetch_after_weight_update_is_skipped(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     here.publish(KEYS[0])
-    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "has_replaced_weights", lambda: True)
     assert here.prepare(KEYS[0]) == [None]
 
 

@@ -81,7 +81,11 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
         tally = Tally()
         with recorded(encoder_bypass, "EmbeddingPublisher") as publishers:
             here = EmbeddingSource(
-                runtime(connection or store.connect()), tally, dtype="float32", width=WIDTH, first=first
+                runtime(connection or store.connect()),
+                tally,
+                dtype="float32",
+                width=WIDTH,
+                is_first_rank=first,
             )
         made.append(here)
         encoding = Encoding((model or Model()).get_image_feature, here, CPU)
@@ -187,7 +191,7 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
     for _ in range(8):
         encoding([sample_image(1)])
     encoding([sample_image(3, None)])
-    assert not told.fetch_pays()
+    assert not told.is_fetch_faster()
 
 
 def test_encoder_bypass_other_ranks_note_no_costs(engine: Callable[..., Encoding]) -> None:
@@ -272,7 +276,7 @@ def test_encoder_bypass_error_in_an_offer_is_miss(
     engine: Callable[..., Encoding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoding = engine()
-    monkeypatch.setattr(encoding.publisher, "offer", fails)
+    monkeypatch.setattr(encoding.publisher, "enqueue", fails)
     assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "error", 1) in published(encoding)
 
@@ -302,7 +306,7 @@ def test_encoder_bypass_replaced_weights_end_sharing(
     engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 2, value(77))
-    monkeypatch.setattr(weights_guard, "replaced", lambda: True)
+    monkeypatch.setattr(weights_guard, "has_replaced_weights", lambda: True)
     assert same(engine()([sample_image(1, None), sample_image(2)]), value(1), value(2))
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
@@ -391,7 +395,7 @@ def test_encoder_bypass_in_chunked_prefill_asks_store_once(
     put(store.connect(), 1, value(1))
     monkeypatch.setattr(activation, "is_on", lambda: True)
     monkeypatch.setattr(activation, "config", lambda: runtime(store.connect()).config)
-    monkeypatch.setattr(encoder_bypass, "_embeddings", lambda: encoding.source)
+    monkeypatch.setattr(encoder_bypass, "_embedding_source", lambda: encoding.source)
     one, two, again = sample_image(1), sample_image(2, None), sample_image(1)
     two.offsets, again.offsets = [(6, 9)], [(2, 5)]
 

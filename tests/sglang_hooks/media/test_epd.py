@@ -23,9 +23,9 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, salt_proof
+from cornplug.encoder_service.wire.engine_seal import SignedClaim, prove_salt
 from cornplug.errors import CodecError, EncoderRefused
-from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
+from cornplug.identity import embedding_key, media_lineage, placeholder_tokens
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import embedding_prefetch, epd, epd_fallback
@@ -71,7 +71,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
 def falls_back(monkeypatch: pytest.MonkeyPatch, *, tower: bool = True, answer_s: float = math.inf) -> Any:
     """State of a server that can encode images itself, or cannot."""
     state = epd_fallback._FallbackState(tower, answer_s)
-    monkeypatch.setattr(epd_fallback, "_here", state)
+    monkeypatch.setattr(epd_fallback, "_state", state)
     return state
 
 
@@ -92,7 +92,7 @@ def part(media: list[bytes], *, index: int = 0, parts: int = 1, model: bytes = M
         payload=rows.view(torch.uint8).numpy().tobytes(),
     )
     grid = changes.pop("grid", [[1, 2, 2]] * len(media))
-    fields = {**said.fields(), **changes}
+    fields = {**said.to_fields(), **changes}
     return EmbeddingData("r", parts, index, grid, Modality.IMAGE, rows, list(rows.shape), **fields)
 
 
@@ -102,11 +102,11 @@ def test_sglang_reads_golden_embedding_header() -> None:
     assert (data.req_id, data.num_parts, data.part_idx) == ("0a1b_local_part_1", 2, 1)
     assert (data.modality, data.dtype, data.shape) == (Modality.IMAGE, torch.bfloat16, [3, 4])
     assert (data.error_msg, data.error_code, data.send_time) == (None, None, None)
-    said = SignedClaim.read(vars(data))
+    said = SignedClaim.from_fields(vars(data))
     assert said is not None
     assert said.media == (b"m" * 32, b"n" * 32)
     of = {"shape": (3, 4), "grid": data.get_grid(), "payload": bytes(range(24))}
-    assert said.holds(SECRET, dtype="bfloat16", **of)
+    assert said.is_valid(SECRET, dtype="bfloat16", **of)
     whole = _aggregate_embedding_part(None, data, "qwen2_vl")
     assert whole.get_mm_extra_meta()["img_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 400]]
     # The only field of SGLang's own that is left out is an address in its encoder's memory.
@@ -156,7 +156,7 @@ def test_epd_parts_in_any_order_key_images_in_order() -> None:
     finish_assemble(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
     assert [tokens_module.key_of(item) for item in items] == keys
-    assert items[0].pad_values == placeholder_tokens(medium_lineage(keys[0], 1))
+    assert items[0].pad_values == placeholder_tokens(media_lineage(keys[0], 1))
     assert video.identity is None
 
 
@@ -217,14 +217,14 @@ def test_epd_sent_items_keep_verified_key(monkeypatch: pytest.MonkeyPatch) -> No
         return SimpleNamespace(mm_items=[item])
 
     request = SimpleNamespace(cache_salt=None, extra_key=None)
-    mm_inputs = asyncio.run(epd.receive(original, None, request_obj=request))
+    mm_inputs = asyncio.run(epd.receive_with_keys(original, None, request_obj=request))
     item.set_hash(5)
     send_one_request(None, SimpleNamespace(mm_inputs=mm_inputs))
     assert tokens_module.key_of(item) == embedding_key(SECRET, MODEL, A, None)
     entries = [{"modality": Modality.IMAGE, "url": "x"}, {"modality": Modality.AUDIO, "url": "y"}]
     extract_url_data(entries, None, SimpleNamespace(cache_salt="t", extra_key=None))
     assert [entry.get("cornplug_salt") for entry in entries] == ["t", None]
-    assert [entry.get("cornplug_salt_proof") for entry in entries] == [salt_proof(SECRET, "t"), None]
+    assert [entry.get("cornplug_salt_proof") for entry in entries] == [prove_salt(SECRET, "t"), None]
 
 
 class Manager:
@@ -282,7 +282,7 @@ def test_epd_fallback_request_waits_for_one_deadline(
 
     class Encoding(Manager):
         async def _tokenize_one_request(self, obj: Any) -> str:
-            waited.append(embedding_prefetch.waited.get())
+            waited.append(embedding_prefetch.has_waited.get())
             return "tokenized"
 
     async def late(receiver: Any) -> Any:
@@ -298,7 +298,7 @@ def test_epd_fallback_request_waits_for_one_deadline(
 
     asyncio.run(scenario())
     assert waited == [not waits_again]
-    assert not here.late
+    assert not here.late_ids
 
 
 def test_epd_fallback_without_tower_keeps_sglang_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from sglang.srt.utils import ImageData
 from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.media.image import as_received, digest_image
+from cornplug.encoder_service.media.image import digest_image, to_engine_rgb
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
-from cornplug.engine_common.shared_flags import settings
+from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import CheckpointError
-from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
+from cornplug.identity import embedding_key, media_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import validated_families
 from cornplug.sglang_hooks.media import media_digests, mm_identifiers
@@ -63,22 +63,22 @@ def request(**fields: Any) -> GenerateReqInput:
 def test_media_digests_of_image_equal_vllm_and_encoder() -> None:
     assert media_digests.image_digest(sample_image(1)) == digest_image(sample_image(1))
     grey = sample_image(1, mode="L")
-    assert media_digests.image_digest(grey) == digest_image(as_received(grey))
+    assert media_digests.image_digest(grey) == digest_image(to_engine_rgb(grey))
     assert media_digests.image_digest(sample_image(1)) != media_digests.image_digest(sample_image(2))
 
 
 def test_media_digests_of_transparent_image_differ_from_vllm() -> None:
     clear = sample_image(1, mode="RGBA")
     assert media_digests.image_digest(clear) == media_digests.image_digest(clear.convert("RGB"))
-    assert media_digests.image_digest(clear) == digest_image(as_received(clear, "sglang-0.5.23"))
-    assert media_digests.image_digest(clear) != digest_image(as_received(clear))
+    assert media_digests.image_digest(clear) == digest_image(to_engine_rgb(clear, "sglang-0.5.23"))
+    assert media_digests.image_digest(clear) != digest_image(to_engine_rgb(clear))
 
 
 def test_media_digests_ignore_exif_orientation() -> None:
     turned = sample_image(1)
     turned.getexif()[0x0112] = 6
     assert media_digests.image_digest(turned) == digest_image(sample_image(1))
-    assert media_digests.image_digest(turned) != digest_image(as_received(turned))
+    assert media_digests.image_digest(turned) != digest_image(to_engine_rgb(turned))
 
 
 def test_media_digests_of_other_objects_are_none() -> None:
@@ -130,7 +130,7 @@ def test_media_digests_are_made_off_event_loop(monkeypatch: pytest.MonkeyPatch, 
         items = finalize_mm_items(
             lambda this, items, images: items, PROCESSOR, [item()], images=[sample_image(1)]
         )
-        await media_digests.settle(items)
+        await media_digests.compute_digests(items)
         assert media_digests.digest_of(items[0]) == digest_image(sample_image(1))
 
     asyncio.run(loop())
@@ -221,7 +221,7 @@ def test_mm_identifiers_key_fills_placeholder_tokens() -> None:
     key = embedding_key(SECRET, TOWER, digest_image(sample_image(1)), None)
     assert key_of(first) == key
     assert made.padded_input_ids is not None
-    assert made.padded_input_ids[2:6] == list(placeholder_tokens(medium_lineage(key, 4)))
+    assert made.padded_input_ids[2:6] == list(placeholder_tokens(media_lineage(key, 4)))
     assert made.padded_input_ids[7:11] == list(placeholder_tokens(second.identity))
     assert key_of(second) == embedding_key(SECRET, TOWER, digest_image(sample_image(2)), None)
     assert made.padded_input_ids[12:] == before[12:]
@@ -340,7 +340,7 @@ def test_media_identifiers_slow_checkpoint_waits_once(
 ) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: read.wait(60) and TOWERS)
-    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 3.0)
+    monkeypatch.setattr(weights_guard, "INITIAL_WAIT_S", 3.0)
     names = mm_identifiers.MediaIdentifiers(None)
 
     async def requests() -> list[float]:
@@ -372,7 +372,7 @@ def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mm_identifiers, "EmbeddingPrefetcher", Prefetcher)
     monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: TOWERS)
     monkeypatch.setattr(activation, "tally", lambda: None)
-    monkeypatch.setattr(activation, "config", lambda: settings({}))
+    monkeypatch.setattr(activation, "config", lambda: load_settings({}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(nnodes=nnodes))
     one = item()
     media_digests.set_digest(one, digest_image(sample_image(1)))

@@ -16,11 +16,11 @@ get_multimodal_inputs = hook_of(tokens_module, "Scheduler._get_multimodal_inputs
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    tokens_module.forget()
+    tokens_module.forget_all()
 
 
 def test_placeholder_tokens_of_added_medium_are_keyed() -> None:
-    tokens_module.add(b"a" * 32)
+    tokens_module.remember_identity(b"a" * 32)
     assert all(
         tokens_module.is_keyed(v) and not tokens_module.is_unkeyed(v) for v in placeholder_tokens(b"a" * 32)
     )
@@ -31,7 +31,7 @@ def test_placeholder_tokens_of_added_medium_are_keyed() -> None:
 def test_placeholder_tokens_over_limit_forget_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens_module, "_MAX_IDENTITIES", 2)
     for letter in (b"a", b"b", b"a", b"c"):
-        tokens_module.add(letter * 32)
+        tokens_module.remember_identity(letter * 32)
     keyed = {
         letter: [tokens_module.is_keyed(value) for value in placeholder_tokens(letter * 32)]
         for letter in (b"a", b"b", b"c")
@@ -53,7 +53,7 @@ def test_placeholder_tokens_of_rows_alone_are_unkeyed(monkeypatch: pytest.Monkey
     """KV behind such a medium is not shared; the medium's rows are."""
     monkeypatch.setattr(activation, "is_on", lambda: True)
     alone = item(1)
-    tokens_module.assign_key(alone, b"k" * 32, rows_alone=True)
+    tokens_module.assign_key(alone, b"k" * 32, embedding_only=True)
     get_multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
     assert tokens_module.key_of(alone) == b"k" * 32
     assert all(tokens_module.is_unkeyed(v) for v in alone.padding_values())
@@ -135,5 +135,5 @@ def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
     get_multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
     assert all(tokens_module.is_unkeyed(token) for token in late.padding_sequence(4))
     assert not any(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))
-    tokens_module.forget()
+    tokens_module.forget_all()
     assert all(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))

@@ -69,7 +69,7 @@ class Processor:
 
 
 def test_probes_are_equal_at_every_call() -> None:
-    first, second = preprocessing.probes(), preprocessing.probes()
+    first, second = preprocessing.probe_images(), preprocessing.probe_images()
     assert [p.tobytes() for p in first] == [p.tobytes() for p in second]
     assert len({p.size for p in first}) == 3
 

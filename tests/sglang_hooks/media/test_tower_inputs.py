@@ -197,7 +197,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
 def keyed(items: list[Any], *modalities: str, images: TowerIdentity | None = None, **asked: Any) -> list[Any]:
     """The items that get a key, of towers whose own is that of these modalities."""
     towers = Towers(images, OwnTower(OWN, frozenset(modalities)))
-    asyncio.run(media_digests.settle(items, towers.own_modalities))
+    asyncio.run(media_digests.compute_digests(items, towers.own_modalities))
     request = GenerateReqInput(text="x", image_data=["a"], **asked)
     return mm_identifiers.assign_keys(MultimodalProcessorOutput(mm_items=items), towers, request)
 

@@ -85,7 +85,7 @@ def test_run_is_shared_under_the_keys_of_plain_server(
     def keys(flags: list[str]) -> Any:
         args = _parsed(model, flags)
         args.resolve_once()
-        assert exclusions.excluded(args, page_tokens=64) == ""
+        assert exclusions.exclusion_reason(args, page_tokens=64) == ""
         found = describe(resolved_view(args), model_config_of(args))
         return found.overrides, found.kv_identity()
 

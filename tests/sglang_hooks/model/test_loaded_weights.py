@@ -34,7 +34,7 @@ finalize_weight_load = hook_of(weight_epochs, "ModelRunner.finalize_startup_weig
 _CHILD = """
 from cornplug.engine_common import engine_state
 from cornplug.engine_common import weights_guard
-print(engine_state.current().began_ns(), int(weights_guard.replaced()))
+print(engine_state.current().start_ns(), int(weights_guard.has_replaced_weights()))
 """
 
 
@@ -80,26 +80,26 @@ def test_engine_state_begins_before_resolution(monkeypatch: pytest.MonkeyPatch) 
     before_ns = time.time_ns()
     with pytest.raises(Resolving):
         resolve(lambda _: None)
-    began_ns = engine_state.current().began_ns()
+    began_ns = engine_state.current().start_ns()
     assert before_ns <= began_ns <= time.time_ns()
     assert in_child() == (began_ns, False)
     resolve(lambda _: None, _resolution_finished=True)  # as a child does, and the server's main process later
-    assert engine_state.current().began_ns() == began_ns
+    assert engine_state.current().start_ns() == began_ns
 
 
 def test_engine_state_next_server_begins_anew() -> None:
-    engine_state.begin(anew=True)
+    engine_state.record_engine_start(fresh=True)
     first = engine_state.current()
-    first.note_replaced()
-    engine_state.begin(anew=True)
-    assert engine_state.current().began_ns() > first.began_ns()
-    assert not weights_guard.replaced()
-    assert in_child() == (engine_state.current().began_ns(), False)
+    first.mark_weights_unknown()
+    engine_state.record_engine_start(fresh=True)
+    assert engine_state.current().start_ns() > first.start_ns()
+    assert not weights_guard.has_replaced_weights()
+    assert in_child() == (engine_state.current().start_ns(), False)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 def test_engine_model_file_changed_after_start_is_refused(folder: Path, file: str) -> None:
-    engine_state.begin()
+    engine_state.record_engine_start()
     described(folder).kv_identity()
     described(folder).tower_identity()
     content, times = (folder / file).read_bytes(), (folder / file).stat()
@@ -152,11 +152,11 @@ def test_loaded_weights_of_rewritten_file_end_sharing(
     rank = runner(folder)
     with caplog.at_level("WARNING", logger="sglang.cornplug"):
         load_model(None, rank)
-        assert not weights_guard.replaced()
+        assert not weights_guard.has_replaced_weights()
         assert not caplog.records
         rewrite(folder, part)
         load_model(None, rank)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     assert in_child()[1]
     [record] = caplog.records
     assert str(folder) in record.getMessage()
@@ -167,9 +167,9 @@ def test_weights_loaded_late_are_compared_after_fetch(folder: Path, monkeypatch:
     rank = runner(folder, startup_weight_load=object())
     rewrite(folder, "model.layers")
     load_model(None, rank)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     finalize_weight_load(None, rank)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize("why", ["draft", "off", "unidentified"])
@@ -187,13 +187,13 @@ def test_loaded_weights_without_sharing_are_not_compared(
     rank = runner(folder, is_draft_worker=why == "draft")
     rewrite(folder, "model.layers")
     load_model(None, rank)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 def test_differing_weights_under_sglang_names_cover_layers(folder: Path) -> None:
-    from cornplug.engine_common.weights_guard import differing
+    from cornplug.engine_common.weights_guard import find_difference
 
-    name, compared = differing(Loaded(folder), Checkpoint.open(str(folder)))
+    name, compared = find_difference(Loaded(folder), Checkpoint.open(str(folder)))
     depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     assert name is None
     assert compared >= 2 * depth

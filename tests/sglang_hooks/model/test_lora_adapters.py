@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from sglang.srt.lora.utils import get_target_module_name
 
 from cornplug.engine_common import lora_digests
-from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
+from cornplug.engine_common.lora_digests import BackgroundLoraDigests, LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv_pages import namespace_roots
-from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv_pages.namespace_roots import CallRoots, NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
 from ..hooked import hook_of
@@ -33,10 +33,15 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
+    for name, empty in (
+        ("_paths", {}),
+        ("_managers", {}),
+        ("_skipped_weights", {}),
+        ("_ambiguous_ids", set()),
+    ):
         monkeypatch.setattr(namespace_roots, name, empty)
-    monkeypatch.setattr(namespace_roots, "_files", LaterAdapters())
-    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
+    monkeypatch.setattr(namespace_roots, "_files", BackgroundLoraDigests())
+    monkeypatch.setattr(lora_digests, "_CHECK_TIMEOUT_S", 10)  # a busy machine
     monkeypatch.setattr(namespace_roots.activation, "is_on", lambda: True)
 
 
@@ -87,9 +92,9 @@ def test_lora_adapters_fewer_target_modules_change_root(tmp_path: Path) -> None:
     query = root(only_query, path)
     assert len({whole, attention, query}) == 3
     # What vLLM has for it, which applies all of an adapter or refuses it.
-    assert namespace_roots.taken_apart(only_query.name)[1] != LoraDigests().digest(str(path))
+    assert namespace_roots.split_extra_key(only_query.name)[1] != LoraDigests().digest(str(path))
     assert root(again, path) == whole
-    assert namespace_roots.taken_apart(again.name)[1] == LoraDigests().digest(str(path))
+    assert namespace_roots.split_extra_key(again.name)[1] == LoraDigests().digest(str(path))
 
 
 def test_lora_adapters_left_out_embeddings_change_root(tmp_path: Path) -> None:
@@ -138,7 +143,7 @@ def test_roots_of_call_stat_files_once_for_many_pages(tmp_path: Path, monkeypatc
         return stat(self, **kwargs)
 
     monkeypatch.setattr(Path, "stat", counted)
-    call = RootsOfCall(roots())
+    call = CallRoots(roots())
     assert len({call.root(CacheNamespace(of.name, None)) for _ in range(2048)}) == 1
     assert stats < 20
 
@@ -150,7 +155,7 @@ def test_roots_of_call_after_file_change_are_refused(tmp_path: Path) -> None:
     made.root(CacheNamespace(of.name, None))
     (path / "adapter_model.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError) as refused:
-        RootsOfCall(made).root(CacheNamespace(of.name, None))
+        CallRoots(made).root(CacheNamespace(of.name, None))
     assert refused.value.reason == "lora_changed"
 
 
@@ -160,11 +165,11 @@ def test_lora_adapters_changed_during_load_are_refused(tmp_path: Path) -> None:
     file = path / "adapter_model.safetensors"
     of = manager(*WEIGHTS)
     load(of, path)
-    known, times = namespace_roots.taken_apart(of.name)[1], file.stat()
+    known, times = namespace_roots.split_extra_key(of.name)[1], file.stat()
     time.sleep(0.05)  # beyond the tick of the files' clock
     file.write_bytes(file.read_bytes())
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert known is not None
     with pytest.raises(CheckpointError) as refused:
-        namespace_roots.taken_apart(of.name)
+        namespace_roots.split_extra_key(of.name)
     assert refused.value.reason == "lora_changed"

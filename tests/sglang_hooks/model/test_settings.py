@@ -20,13 +20,13 @@ from sglang.srt.server_args import ServerArgs
 
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
 from cornplug.engine_common import model_identity
-from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, find_misplaced
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import compat
 from cornplug.sglang_hooks.model import environment, model_config
 from cornplug.sglang_hooks.model.environment import ENVIRONMENT
 from cornplug.sglang_hooks.model.model_config import describe
-from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, grouped
+from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, reason_by_name
 
 CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -69,7 +69,7 @@ def overrides(folder: Path, quantized: bool = False, **settings: Any) -> dict[st
 
 
 def test_server_args_tables_hold_each_field_once() -> None:
-    assert misplaced(SERVER_ARGS, FIELDS) == {}
+    assert find_misplaced(SERVER_ARGS, FIELDS) == {}
 
 
 def _read_in_sources() -> Iterator[str]:
@@ -88,7 +88,7 @@ def test_environment_tables_hold_each_variable_once() -> None:
     others = {name for name in ours if not name.startswith("SGLANG_")} - set(VARIABLES)
     names = {*VARIABLES, *_read_in_sources(), *others} - _NO_VARIABLES
     names |= {"SGLANG_FORCE_SHUTDOWN", "SGLANG_PYTHON"}
-    assert misplaced(ENVIRONMENT, names) == {}
+    assert find_misplaced(ENVIRONMENT, names) == {}
 
 
 @pytest.mark.parametrize("tables", [SERVER_ARGS, ENVIRONMENT])
@@ -98,20 +98,20 @@ def test_misplaced_missing_and_doubled_fields_are_named(tables: FieldTables, pla
     name, reason = next(iter(getattr(tables, place).items()))
     rest = {key: value for key, value in getattr(tables, place).items() if key != name}
     holed = _with(tables, place, rest)
-    assert misplaced(holed, every) == {name: "not in any table"}
+    assert find_misplaced(holed, every) == {name: "not in any table"}
     other = "harmless" if place != "harmless" else "refused"
     doubled = _with(tables, other, {**getattr(tables, other), name: reason})
-    assert misplaced(doubled, every) == {name: "in more than one table"}
+    assert find_misplaced(doubled, every) == {name: "in more than one table"}
 
 
 def _with(tables: FieldTables, place: str, table: dict[str, str]) -> FieldTables:
     kept = {name: getattr(tables, name) for name in ("in_key", "harmless", "refused")}
-    return FieldTables(of=tables.of, **{**kept, place: table})
+    return FieldTables(class_name=tables.class_name, **{**kept, place: table})
 
 
 def test_grouped_name_in_two_groups_is_value_error() -> None:
     with pytest.raises(ValueError, match="twice is listed in two"):
-        grouped({"one reason": "once twice", "another": "twice"})
+        reason_by_name({"one reason": "once twice", "another": "twice"})
 
 
 # -- what SGLang resolves by itself is no override -------------------------------------------------
@@ -127,7 +127,7 @@ def test_describe_server_without_flags_has_no_overrides(folder: Path) -> None:
 def test_environment_harmless_variables_change_no_key(monkeypatch: Any) -> None:
     for name in ENVIRONMENT.harmless:
         monkeypatch.setenv(name, "1")
-    assert environment.verdict() == environment.judge(ENVIRONMENT, {}, {})
+    assert environment.classify_environment() == environment.judge_fields(ENVIRONMENT, {}, {})
 
 
 def test_describe_mamba_ssm_dtype_is_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_environment_precision_is_in_the_identity_of_towers(
         monkeypatch.setenv(name, "1")
     found = overrides(folder)
     assert len(found) == len(PRECISION_VARIABLES)
-    assert set(found) <= model_identity._PRECISION
+    assert set(found) <= model_identity._PRECISION_OVERRIDES
 
 
 def test_environment_default_values_are_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

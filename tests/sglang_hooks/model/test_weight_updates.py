@@ -34,9 +34,9 @@ def run(name: str, request: Any) -> None:
     ],
 )
 def test_weight_updates_replacing_request_ends_sharing(name: str, request_: Any) -> None:
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     run(name, request_)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_weight_updates_replacing_request_ends_sharing(name: str, request_: Any)
 )
 def test_weight_updates_harmless_request_keeps_sharing(name: str, request_: Any) -> None:
     run(name, request_)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_weight_updates_released_memory_without_backup_ends_it(
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: None)
     monkeypatch.setattr(overrides, "resolved_view", lambda _: settings)
     run("release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput(tags=tags))
-    assert weights_guard.replaced() is lost
+    assert weights_guard.has_replaced_weights() is lost

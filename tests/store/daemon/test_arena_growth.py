@@ -21,14 +21,14 @@ from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, payload
-from cornplug.store.arena import MemoryBound, SharedArena, fitting_size, host_memory
+from cornplug.store.arena import MemoryLimit, SharedArena, choose_store_size, host_memory
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
-from cornplug.testing.store import fill, key, lease, reserve
+from cornplug.testing.store import fill, key_of, lease, reserve
 
 from ..conftest import answers, eventually
 
@@ -61,7 +61,7 @@ def _group(folder: Path, limit: str, usage: int, cache: int = 0, *, version: int
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
 
 
-def _memory(host: Path) -> MemoryBound:
+def _memory(host: Path) -> MemoryLimit:
     return host_memory(proc=host / "proc", cgroups=host / "cg")
 
 
@@ -82,7 +82,7 @@ def test_host_memory_nested_cgroups_narrowest_counts(host: Path) -> None:
     _group(host / "cg" / "pod", str(2 << 30), 1 << 30)
     _group(host / "cg", "max", 5 << 30)
     assert _memory(host)[:2] == (2 << 30, 1 << 30)
-    assert "pod" in _memory(host).of
+    assert "pod" in _memory(host).limit_name
 
 
 def test_host_memory_cgroup_high_counts_as_limit(host: Path) -> None:
@@ -106,17 +106,17 @@ def test_host_memory_of_this_host_is_positive() -> None:
 
 def test_fitting_size_wanted_and_available_memory_give_capacity(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    memory = MemoryBound(200 * MIB, 100 * MIB, "a cgroup")
-    assert fitting_size(64 * MIB, clamp=False, memory=memory) == 64 * MIB
-    assert fitting_size(1 << 30, clamp=True, memory=memory) == 50 * MIB
-    assert fitting_size(None, clamp=False, memory=memory) == 25 * MIB
+    memory = MemoryLimit(200 * MIB, 100 * MIB, "a cgroup")
+    assert choose_store_size(64 * MIB, clamp=False, memory=memory) == 64 * MIB
+    assert choose_store_size(1 << 30, clamp=True, memory=memory) == 50 * MIB
+    assert choose_store_size(None, clamp=False, memory=memory) == 25 * MIB
     assert "a quarter of the 100 MiB that a cgroup has left" in caplog.text
     with pytest.raises(
         ConfigError, match=r"store\.size_bytes: the store needs 1024 MiB, but a cgroup has 100 MiB left"
     ):
-        fitting_size(1 << 30, clamp=False, memory=memory)
+        choose_store_size(1 << 30, clamp=False, memory=memory)
     with pytest.raises(ConfigError, match=r"store\.size_bytes"):
-        fitting_size(None, clamp=True, memory=MemoryBound(200 * MIB, 4 * MIB, "a cgroup"))
+        choose_store_size(None, clamp=True, memory=MemoryLimit(200 * MIB, 4 * MIB, "a cgroup"))
 
 
 def test_shared_arena_small_dev_shm_is_no_bound(tmp_path: Path) -> None:
@@ -155,14 +155,14 @@ def test_shared_arena_growth_leaves_host_its_reserve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    left = MemoryBound(100 * MIB, 12 * MIB, "a cgroup")
+    left = MemoryLimit(100 * MIB, 12 * MIB, "a cgroup")
     monkeypatch.setattr(arena, "host_memory", lambda: left)
     ours = SharedArena(64 * MIB)
     assert [ours.grow(8 * MIB), ours.grow(8 * MIB)] == [0, 0], "5 MiB are kept free"
     assert (
         caplog.text.count("a cgroup has 12 MiB left): this store stays at 0 MiB of its 64 MiB for now") == 1
     )
-    left = MemoryBound(100 * MIB, 90 * MIB, "a cgroup")
+    left = MemoryLimit(100 * MIB, 90 * MIB, "a cgroup")
     assert ours.grow(8 * MIB) == 8 * MIB
     assert "memory is available again" in caplog.text
     ours.close()
@@ -211,7 +211,7 @@ def test_arena_growth_fault_in_thread_is_logged_and_survived(caplog: pytest.LogC
     ours = SharedArena(MIB)
     os.close(ours.fd)
     making = arena_growth.ArenaGrowth(ours)
-    making.want(MIB)
+    making.request_growth(MIB)
     eventually(lambda: making.exhausted)
     assert "no memory for the store" in caplog.text
     making.close()
@@ -228,12 +228,12 @@ def test_store_long_prompt_in_empty_store_finds_room_for_all_pages(
         pytest.skip("this test wants 1 GiB of memory")
     serve_in_thread(size_bytes=2 << 30)
     store = connect()
-    entries = [(key(n), 8 * MIB) for n in range(128)]
+    entries = [(key_of(n), 8 * MIB) for n in range(128)]
     first = store.reserve(entries, ReserveTerms("a"), deadline_s=30)
     refused = {answer for answer in first if isinstance(answer, ReserveRefusal)}
     assert refused <= {ReserveRefusal.GROWING}
     left = [pair for pair, answer in zip(entries, first, strict=True) if isinstance(answer, ReserveRefusal)]
-    again = payload.reserve(store, left, ReserveTerms("a"), deadline_s=60)
+    again = payload.reserve_with_retry(store, left, ReserveTerms("a"), deadline_s=60)
     assert all(isinstance(answer, Reservation) for answer in again)
     assert store.stat(deadline_s=5).evictions == 0
 
@@ -254,10 +254,12 @@ def test_daemon_request_during_growth_is_answered(
     try:
         assert reserve(store, "large", 200 * MIB) is ReserveRefusal.GROWING
         # By a message: a lookup needs no answer of the daemon. Else it waits for the growth.
-        assert store.contains_by_message([key("a")], deadline_s=8) == b"\1"
+        assert store.contains_by_message([key_of("a")], deadline_s=8) == b"\1"
     finally:
         slow.set()
-    (room,) = payload.reserve(store, [(key("large"), 200 * MIB)], ReserveTerms("a"), deadline_s=30)
+    (room,) = payload.reserve_with_retry(
+        store, [(key_of("large"), 200 * MIB)], ReserveTerms("a"), deadline_s=30
+    )
     assert isinstance(room, Reservation)
 
 
@@ -288,7 +290,7 @@ def test_put_payload_during_growth_is_stored() -> None:
     store = _Growing(3)
     done = put_payload(
         store,
-        NewPayload(b"abcd", PayloadKind.EMBEDDING, key=key("a"), dtype="uint8", shape=(4,)),
+        NewPayload(b"abcd", PayloadKind.EMBEDDING, key=key_of("a"), dtype="uint8", shape=(4,)),
         app="a",
         deadline_s=5,
     )
@@ -298,7 +300,7 @@ def test_put_payload_during_growth_is_stored() -> None:
 def test_put_payload_without_memory_ends_at_deadline(within: TimeLimits) -> None:
     store = _Growing(10**6)
     with within(10):
-        found = payload.reserve(store, [(key("a"), 4)], ReserveTerms("a"), deadline_s=0.05)  # type: ignore[arg-type]
+        found = payload.reserve_with_retry(store, [(key_of("a"), 4)], ReserveTerms("a"), deadline_s=0.05)  # type: ignore[arg-type]
     assert found == [ReserveRefusal.GROWING]
 
 
@@ -341,7 +343,9 @@ def test_store_in_small_cgroup_fills_up_and_survives(
         capacity_bytes = store.stat(deadline_s=5).capacity_bytes
         assert 40 * MIB < capacity_bytes < 256 * MIB
         for number in range(300):
-            (room,) = payload.reserve(store, [(key(number), MIB)], ReserveTerms("a"), deadline_s=5)
+            (room,) = payload.reserve_with_retry(
+                store, [(key_of(number), MIB)], ReserveTerms("a"), deadline_s=5
+            )
             assert isinstance(room, Reservation), room
             store.view(room.location, writable=True)[:] = b"x" * MIB
             assert store.commit([(room, b"meta")], deadline_s=5) == [True]

@@ -13,7 +13,7 @@ import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.store.daemon import main
-from cornplug.store.daemon.main import MOST_LINES, BoundedLog
+from cornplug.store.daemon.main import MAX_LINES, RateLimitedHandler
 
 GARBAGE = b"GET / HTTP/1.1\r\nHost: store\r\n\r\n"
 
@@ -22,7 +22,7 @@ GARBAGE = b"GET / HTTP/1.1\r\nHost: store\r\n\r\n"
 def log_to(path: Path, *, most_bytes: int | None = None) -> Iterator[logging.Logger]:
     log = logging.Logger("test")
     with path.open("a") as file:
-        log.addHandler(BoundedLog(file, most_bytes=most_bytes))
+        log.addHandler(RateLimitedHandler(file, max_bytes=most_bytes))
         yield log
 
 
@@ -30,28 +30,28 @@ def test_daemon_log_is_not_filled_by_garbage_connections(
     start_daemon: Callable[..., subprocess.Popen[str]], store_config: StoreConfig
 ) -> None:
     daemon = start_daemon()
-    for _ in range(5 * MOST_LINES):
+    for _ in range(5 * MAX_LINES):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.connect(str(store_config.socket))
             client.sendall(GARBAGE)
             assert client.recv(1) == b"", "it ends the connection"
     daemon.terminate()
     _, log = daemon.communicate(timeout=30)
-    assert log.count("no frames") == MOST_LINES
+    assert log.count("no frames") == MAX_LINES
 
 
 def test_bounded_log_counts_the_lines_that_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with log_to(tmp_path / "log") as log:
-        for number in range(MOST_LINES + 3):
+        for number in range(MAX_LINES + 3):
             log.warning("client %d ends", number)
         log.warning("another kind")
         monkeypatch.setattr(main, "PERIOD_S", 0.0)
         log.warning("client %d ends", 99)
     lines = (tmp_path / "log").read_text().splitlines()
-    assert lines[:MOST_LINES] == [f"client {number} ends" for number in range(MOST_LINES)]
-    assert lines[MOST_LINES:] == ["another kind", "client 99 ends (3 lines like this were left out)"]
+    assert lines[:MAX_LINES] == [f"client {number} ends" for number in range(MAX_LINES)]
+    assert lines[MAX_LINES:] == ["another kind", "client 99 ends (3 lines like this were left out)"]
 
 
 def test_bounded_log_file_is_emptied_beyond_its_size(tmp_path: Path) -> None:

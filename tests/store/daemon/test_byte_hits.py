@@ -98,5 +98,5 @@ def test_byte_hits_are_those_of_an_lru_that_ignores_place(sizes: str) -> None:
 
 def test_byte_hits_of_first_run_alone_are_fewer() -> None:
     asked = list(requests(SIZES["16 KiB to 32 MiB"]))
-    with mock.patch.multiple(placement, _RUNS_LEAST=1, _RUNS_MOST=1):
+    with mock.patch.multiple(placement, _MIN_RUNS=1, _MAX_RUNS=1):
         assert hits_of_index(asked) < 0.97 * hits_of_lru(asked)

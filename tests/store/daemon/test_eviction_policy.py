@@ -14,7 +14,7 @@ from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
 from cornplug.store.daemon.eviction_policy import EvictionPolicy
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 
 ROOM = 64
 GUARANTEED = {"a": NamespaceConfig(share=0.3), "c": NamespaceConfig(share=0.5)}
@@ -33,7 +33,7 @@ def make_index(rooms: int, **namespaces: NamespaceConfig) -> StoreIndex:
 def put(
     index: StoreIndex, name: object, app: str, *, size: int = ROOM, cost_s: float = 0.0, now_s: float = 0.0
 ) -> ReserveRefusal | None:
-    (room,) = index.reserve(1, [(key(name), size)], ReserveTerms(app, cost_s=cost_s), now_s=now_s)
+    (room,) = index.reserve(1, [(key_of(name), size)], ReserveTerms(app, cost_s=cost_s), now_s=now_s)
     if isinstance(room, ReserveRefusal):
         return room
     assert index.commit(1, room.token, b"")
@@ -41,7 +41,7 @@ def put(
 
 
 def present(index: StoreIndex, names: list[object]) -> list[object]:
-    mask = index.contains([key(name) for name in names])
+    mask = index.contains([key_of(name) for name in names])
     return [name for name, is_there in zip(names, mask, strict=True) if is_there]
 
 
@@ -50,7 +50,7 @@ def counts(index: StoreIndex) -> dict[str, int]:
 
 
 def read(index: StoreIndex, names: list[object]) -> None:
-    leases = index.lease(1, [key(name) for name in names], ttl_s=9.0, now_s=0.0)
+    leases = index.lease(1, [key_of(name) for name in names], ttl_s=9.0, now_s=0.0)
     index.release(1, sorted({lease.token for lease in leases if lease}), now_s=0.0)
 
 
@@ -139,7 +139,7 @@ def test_policy_ceiling_of_leased_entries_refuses_and_evicts_nothing() -> None:
     index = make_index(10, docs=NamespaceConfig(ceiling=0.3))
     for i in range(3):
         put(index, i, "docs")
-    index.lease(2, [key(0), key(1)], ttl_s=9.0, now_s=0.0)
+    index.lease(2, [key_of(0), key_of(1)], ttl_s=9.0, now_s=0.0)
     assert put(index, "large", "docs", size=2 * ROOM) is ReserveRefusal.FULL
     assert present(index, [0, 1, 2]) == [0, 1, 2]
     assert put(index, "small", "docs") is None
@@ -152,7 +152,7 @@ def test_policy_pinned_entries_stay_until_deleted() -> None:
     for i in range(50):
         put(index, i, "other")
     assert counts(index) == {"rules": 2, "other": 8}
-    index.delete([key(("pin", 0))])
+    index.delete([key_of(("pin", 0))])
     assert put(index, ("pin", 3), "rules") is None
     assert present(index, [("pin", i) for i in range(4)]) == [("pin", 1), ("pin", 3)]
 
@@ -162,7 +162,7 @@ def test_policy_time_to_live_counts_from_writing() -> None:
     put(index, "a", "brief", now_s=0.0)
     put(index, "b", "brief", now_s=30.0)
     put(index, "stays", "other", now_s=0.0)
-    held = index.lease(1, [key("a")], ttl_s=999.0, now_s=59.0)
+    held = index.lease(1, [key_of("a")], ttl_s=999.0, now_s=59.0)
     assert held.tokens[0]
     index.sweep(61.0)
     assert present(index, ["a", "b", "stays"]) == ["b", "stays"]
@@ -176,7 +176,7 @@ def test_policy_time_to_live_counts_from_writing() -> None:
 def test_policy_deleted_entry_leaves_no_time_to_live() -> None:
     index = make_index(10, brief=NamespaceConfig(ttl_s=60.0))
     put(index, "a", "brief")
-    index.delete([key("a")])
+    index.delete([key_of("a")])
     put(index, "a", "brief", now_s=50.0)
     index.sweep(70.0)
     assert present(index, ["a"]) == ["a"]
@@ -216,7 +216,7 @@ def test_policy_right_to_room_reaches_over_scattered_shares() -> None:
 class _Entry:
     key: bytes
     app: str
-    room: int
+    aligned_bytes: int
     cost_s: float
 
 
@@ -238,24 +238,24 @@ def test_policy_takes_nothing_of_anothers_share(
     held: dict[bytes, _Entry] = {}
 
     def used(app: str) -> int:
-        return sum(entry.room for entry in held.values() if entry.app == app)
+        return sum(entry.aligned_bytes for entry in held.values() if entry.app == app)
 
     for number, (app, room, cost_s, is_read) in enumerate(writes):
         before = {each: used(each) for each in "ac"}
         fits = True
-        while fits and sum(entry.room for entry in held.values()) + room > capacity:
-            victim = next(iter(policy.search(app, room)), None)
+        while fits and sum(entry.aligned_bytes for entry in held.values()) + room > capacity:
+            victim = next(iter(policy.search_victims(app, room)), None)
             fits = victim is not None
             if victim is not None:
                 policy.remove(held.pop(victim.key))
-                policy.charge(victim.app, -victim.room)
+                policy.charge(victim.app, -victim.aligned_bytes)
         for each in "ac":
             share = GUARANTEED[each].share * capacity
             assert each == app or used(each) >= min(before[each], share)
         assert fits or not used(app), "a writer gives up its own entries before it is refused"
         if not fits:
             continue
-        entry = _Entry(key(number), app, room, cost_s)
+        entry = _Entry(key_of(number), app, room, cost_s)
         policy.charge(app, room)
         policy.add(entry, now_s=0.0)
         held[entry.key] = entry
@@ -279,5 +279,6 @@ def test_policy_share_is_kept_in_the_index_against_any_others(app: str) -> None:
         assert mine >= share
     for i in range(share):
         assert isinstance(
-            index.reserve(1, [(key((app, "again", i)), ROOM)], ReserveTerms(app), now_s=0.0)[0], Reservation
+            index.reserve(1, [(key_of((app, "again", i)), ROOM)], ReserveTerms(app), now_s=0.0)[0],
+            Reservation,
         )

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from time_limits import TimeLimits
 
+from cornplug.store.arena import ALIGN, ArenaAllocator, align_up
 from cornplug.store.base import Reservation, ReserveRefusal, ReserveTerms
-from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.daemon.entry_watchers import EntryWatchers
+from cornplug.store.daemon.entry_watchers import EntryTableWriter, EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable, TableShape
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 
 CAPACITY = 4096
 QUARANTINE_S = 5.0
@@ -68,7 +67,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, name=NAMES, size=SIZES)
     def reserve(self, owner: int, name: int, size: int) -> None:
-        wanted = key(name)
+        wanted = key_of(name)
         (answer,) = self.index.reserve(owner, [(wanted, size)], ReserveTerms("a"), now_s=self.now_s)
         if wanted in self.visible:
             assert answer is ReserveRefusal.PRESENT
@@ -121,9 +120,9 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, names=st.lists(NAMES, max_size=3), ttl_s=st.sampled_from([1.0, 10.0]))
     def lease(self, owner: int, names: list[int], ttl_s: float) -> None:
-        leases = self.index.lease(owner, [key(name) for name in names], ttl_s=ttl_s, now_s=self.now_s)
+        leases = self.index.lease(owner, [key_of(name) for name in names], ttl_s=ttl_s, now_s=self.now_s)
         for number, (name, lease) in enumerate(zip(names, leases, strict=True)):
-            there = self.visible.get(key(name))
+            there = self.visible.get(key_of(name))
             assert (lease is not None) == (there is not None and self.may_lease(owner, *there[1:]))
             if lease is not None:
                 place = lease.location
@@ -151,8 +150,8 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def delete(self, name: int) -> None:
-        assert self.index.delete([key(name)]) == (key(name) in self.visible)
-        self.visible.pop(key(name), None)
+        assert self.index.delete([key_of(name)]) == (key_of(name) in self.visible)
+        self.visible.pop(key_of(name), None)
 
     @rule(owner=OWNERS)
     def end_owner(self, owner: int) -> None:
@@ -173,7 +172,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_model(self) -> None:
-        names = [key(name) for name in range(8)]
+        names = [key_of(name) for name in range(8)]
         assert self.index.contains(names) == bytes([each in self.visible for each in names])
         stat = self.index.stat()
         assert (stat.entries, stat.leases) == (len(self.visible), len(self.leases))
@@ -182,10 +181,10 @@ class IndexAgainstModel(RuleBasedStateMachine):
     @invariant()
     def table_shows_what_lookups_find(self) -> None:
         for each, answer in zip(
-            map(key, range(8)), self.table.contains([key(n) for n in range(8)]), strict=True
+            map(key_of, range(8)), self.table.contains([key_of(n) for n in range(8)]), strict=True
         ):
             assert answer == UNLISTED or answer == (each in self.visible)
-            record = self.table.read(self.table.find(each))
+            record = self.table.read_record(self.table.find_record(each))
             if answer == PRESENT:
                 assert record is not None
                 assert (record.meta, record.offset, record.size) == self.visible[each]
@@ -241,7 +240,7 @@ def test_index_fragmentation_neither_slows_nor_loses() -> None:
     filled: list[float] = []
     for number, size in enumerate(sizes):
         began_s = time.thread_time()
-        (room,) = index.reserve(1, [(key(number), size)], ReserveTerms("a"), now_s=0.0)
+        (room,) = index.reserve(1, [(key_of(number), size)], ReserveTerms("a"), now_s=0.0)
         spent.append(time.thread_time() - began_s)
         assert isinstance(room, Reservation)
         assert index.commit(1, room.token, b"")
@@ -255,30 +254,32 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
     """Small entries in random order of age: victims by age alone would empty most of the store."""
     index = make_index(1024 * 4096)
     for number in range(1024):
-        (room,) = index.reserve(1, [(key(number), 4096)], ReserveTerms("a"), now_s=0.0)
+        (room,) = index.reserve(1, [(key_of(number), 4096)], ReserveTerms("a"), now_s=0.0)
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     order = random.Random(3).sample(range(1024), 1024)
     for number in order:
-        (held,) = index.lease(1, [key(number)], ttl_s=1.0, now_s=0.0)
+        (held,) = index.lease(1, [key_of(number)], ttl_s=1.0, now_s=0.0)
         assert held is not None
         index.release(1, [held.token], now_s=0.0)
-    (large,) = index.reserve(1, [(key("large"), 64 * 4096)], ReserveTerms("a"), now_s=0.0)
+    (large,) = index.reserve(1, [(key_of("large"), 64 * 4096)], ReserveTerms("a"), now_s=0.0)
     assert isinstance(large, Reservation)
     assert index.stat().evictions == 64
-    gone = [age for age, number in enumerate(order) if index.contains([key(number)]) == b"\0"]
+    gone = [age for age, number in enumerate(order) if index.contains([key_of(number)]) == b"\0"]
     assert statistics.mean(gone) < 512, "older ones than anywhere else"
 
 
 def test_index_full_store_refuses_a_batch_quickly(within: TimeLimits) -> None:
     index = make_index(20_000 * 64)
-    keys = [key(n) for n in range(20_000)]
+    keys = [key_of(n) for n in range(20_000)]
     for room in index.reserve(1, [(k, 64) for k in keys], ReserveTerms("a"), now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")
     index.lease(1, keys[::2], ttl_s=100.0, now_s=0.0)
     with within.cpu(0.5, clock=time.thread_time):
-        answers = index.reserve(1, [(key(("n", i)), 256) for i in range(256)], ReserveTerms("a"), now_s=0.0)
+        answers = index.reserve(
+            1, [(key_of(("n", i)), 256) for i in range(256)], ReserveTerms("a"), now_s=0.0
+        )
     assert set(answers) == {ReserveRefusal.FULL}
     index.release(1, range(10**6), now_s=0.0)
     assert index.stat().evictions == 0
@@ -287,7 +288,7 @@ def test_index_full_store_refuses_a_batch_quickly(within: TimeLimits) -> None:
 def test_room_that_is_being_made_is_promised_and_nothing_is_evicted_for_it() -> None:
     index = StoreIndex(b"\1" * 16, 1 << 30, times=ReservationTimes(1.0), grow=lambda missing: None)
     index.placement.extend(24 << 20)
-    wanted = [(key(n), 16 << 20) for n in range(8)]
+    wanted = [(key_of(n), 16 << 20) for n in range(8)]
     first = index.reserve(1, wanted, ReserveTerms("a"), now_s=0.0)
     assert isinstance(first[0], Reservation)
     assert set(first[1:]) == {ReserveRefusal.GROWING}

@@ -26,9 +26,9 @@ from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import main as daemon
 from cornplug.store.daemon import server
-from cornplug.store.daemon.main import EXIT_TAKEN
+from cornplug.store.daemon.main import EXIT_SOCKET_IN_USE
 from cornplug.store.daemon.server import StoreServer
-from cornplug.testing.store import fill, present
+from cornplug.testing.store import contains, fill
 
 from ..conftest import answers, eventually
 
@@ -52,7 +52,7 @@ def test_daemon_second_at_one_socket_logs_and_exits(start_daemon: Start, connect
     store = connect()
     second = start_daemon(wait=False)
     _, log = second.communicate(timeout=10)
-    assert second.returncode == EXIT_TAKEN
+    assert second.returncode == EXIT_SOCKET_IN_USE
     assert "another store serves" in log
     fill(store, "still", b"there")
 
@@ -139,7 +139,7 @@ def test_server_client_without_frames_ends_alone(
         raw.sendall(sent)
         while raw.recv(4096):
             pass
-    assert present(store, "a") == b"\1"
+    assert contains(store, "a") == b"\1"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_server_client_without_frames_ends_alone(
     [
         messages.frame(messages.ContainsRequest(b"k" * 33), 7),
         messages.frame(messages.ContainsRequest(b"k" * 32 * (messages.MAX_LOOKUP_KEYS + 1)), 7),
-        messages.frame(messages.TakeLeases(b"k" * 32 * (messages.MAX_KEYS + 1), 1.0), 7),
+        messages.frame(messages.LeaseRequest(b"k" * 32 * (messages.MAX_KEYS + 1), 1.0), 7),
         *[
-            messages.frame(messages.TakeLeases(b"k" * 32, ttl_s), 7)
+            messages.frame(messages.LeaseRequest(b"k" * 32, ttl_s), 7)
             for ttl_s in (math.nan, math.inf, -1.0, 0.0, 1e9)
         ],
         messages.frame(messages.ReserveRequest(b"k" * 32, [1, 2], "a"), 7),
@@ -183,14 +183,14 @@ def test_server_malformed_request_gets_a_fault(
         raw.sendall(messages.frame(messages.StatRequest(), 8))
         number, answer = _answer(raw)
         assert (number, type(answer)) == (8, messages.StatReply)
-    assert present(store, "a") == b"\1"
+    assert contains(store, "a") == b"\1"
 
 
 def _answer(raw: socket.socket) -> tuple[int, messages.Reply]:
     received = bytearray()
     while (body := messages.take_frame(received)) is None:
         received += raw.recv(1 << 16)
-    number, message = messages.take_number(body)
+    number, message = messages.split_number(body)
     return number, messages.reply_decoder.decode(message)
 
 
@@ -208,7 +208,7 @@ def test_server_client_that_never_reads_delays_no_other(
                 taken = raw.send(left)
                 # A part of a request, where the daemon makes room meanwhile.
                 sent, left = sent + taken, left[taken:] or memoryview(request)
-        assert present(store, "a") == b"\0"
+        assert contains(store, "a") == b"\0"
         raw.settimeout(5)
         assert raw.recv(4096), "and its answers come once it reads"
     assert store.stat(deadline_s=5).entries == 0
@@ -217,7 +217,7 @@ def test_server_client_that_never_reads_delays_no_other(
 def test_server_client_without_hello_is_closed(
     serve_in_thread: Callable[..., StoreServer], store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.1)
     serve_in_thread()
     with _raw(store_config, hello=False) as raw:
         assert raw.recv(1) == b""
@@ -341,14 +341,14 @@ def test_daemon_many_idle_clients_slow_no_request(
         took_s = []
         for _ in range(30):
             began_s = time.monotonic()
-            assert present(store, "a") == b"\1"
+            assert contains(store, "a") == b"\1"
             took_s.append(time.monotonic() - began_s)
         within.check(statistics.median(took_s), 0.05, "they stand in line outside")
         if limit == "-Sn":
-            assert present(connect(), "a") == b"\1", "the soft limit is no limit"
+            assert contains(connect(), "a") == b"\1", "the soft limit is no limit"
         for each in idle:
             each.close()
-        eventually(lambda: connect().connected)
+        eventually(lambda: connect().is_connected)
     finally:
         for each in idle:
             each.close()

@@ -22,11 +22,11 @@ from cornplug.settings import NamespaceConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import open_disk
+from cornplug.store.disk.segment_files import open_disk
 from cornplug.store.far.object_store import open_folder_url
 from cornplug.store.far.open_far import OpenedFar
 from cornplug.store.payload import NewPayload, get_payload, put_payload
-from cornplug.testing.store import DEADLINE_S, fill, key, reserve
+from cornplug.testing.store import DEADLINE_S, fill, key_of, reserve
 
 from ..conftest import eventually
 
@@ -61,7 +61,7 @@ def write(store: PoolStore, name: str, size_bytes: int, app: str) -> None:
     put_payload(
         store,
         NewPayload(
-            bytes(size_bytes), PayloadKind.EMBEDDING, key=key(name), dtype="uint8", shape=(size_bytes,)
+            bytes(size_bytes), PayloadKind.EMBEDDING, key=key_of(name), dtype="uint8", shape=(size_bytes,)
         ),
         app=app,
         deadline_s=DEADLINE_S,
@@ -72,16 +72,16 @@ def test_metrics_endpoint_serves_what_clients_did(
     serve_in_thread: Serve, connect: Connect, endpoint: MetricsEndpoint
 ) -> None:
     server = serve_in_thread(size_bytes=1 << 20, namespaces={"chat": NamespaceConfig(share=0.5)})
-    server.telemetry.show = endpoint.show
+    server.telemetry.publish = endpoint.publish
     store = connect()
     write(store, "a", 1000, "chat")
     write(store, "b", 1000, "other")
-    assert store.contains([key(n) for n in "abc"], deadline_s=DEADLINE_S) == b"\1\1\0"
-    held = store.lease([key("a"), key("c")], ttl_s=60, deadline_s=DEADLINE_S)
-    assert get_payload(store, key("b"), deadline_s=DEADLINE_S) is not None
-    assert get_payload(store, key("d"), deadline_s=DEADLINE_S) is None
+    assert store.contains([key_of(n) for n in "abc"], deadline_s=DEADLINE_S) == b"\1\1\0"
+    held = store.lease([key_of("a"), key_of("c")], ttl_s=60, deadline_s=DEADLINE_S)
+    assert get_payload(store, key_of("b"), deadline_s=DEADLINE_S) is not None
+    assert get_payload(store, key_of("d"), deadline_s=DEADLINE_S) is None
     reserve(store, "huge", 2 << 20, app="other")
-    assert store.delete([key("b")], deadline_s=DEADLINE_S) == 1
+    assert store.delete([key_of("b")], deadline_s=DEADLINE_S) == 1
     eventually(
         lambda: (
             scrape(endpoint.port).get(("cornplug_store_removals_total", "default", "deleted", "memory")) == 1
@@ -108,7 +108,7 @@ def test_metrics_endpoint_evicted_entries_have_an_age(
     serve_in_thread: Serve, connect: Connect, endpoint: MetricsEndpoint
 ) -> None:
     server = serve_in_thread(size_bytes=1 << 20)
-    server.telemetry.show = endpoint.show
+    server.telemetry.publish = endpoint.publish
     store = connect()
     for n in range(6):
         fill(store, n, bytes(256 << 10))
@@ -126,10 +126,10 @@ def test_metrics_endpoint_names_and_labels_are_the_tables(
     far = OpenedFar([("file:///", open_folder_url(f"file://{tmp_path}"))], b"s" * 32)
     server = serve_in_thread(disk=open_disk(tmp_path / "disk", b"s" * 32, size_bytes=1 << 24), far=far)
     assert "cornplug_store" not in text_at(endpoint.port), "before the first tick"
-    server.telemetry.show = endpoint.show
+    server.telemetry.publish = endpoint.publish
     store = connect()
     write(store, "a", 8, "app")
-    store.delete([key("a")], deadline_s=DEADLINE_S)
+    store.delete([key_of("a")], deadline_s=DEADLINE_S)
     write(store, "a", 8, "app")
     eventually(lambda: 'reason="deleted"' in text_at(endpoint.port))
     found = {}
@@ -177,7 +177,7 @@ def test_metrics_endpoint_scrapes_do_not_hold_up_answers(
 ) -> None:
     """A client that asks while the endpoint is scraped without a pause has its answers in time."""
     server = serve_in_thread()
-    server.telemetry.show = endpoint.show
+    server.telemetry.publish = endpoint.publish
     store, done = connect(), threading.Event()
 
     def scrapes() -> None:

@@ -17,7 +17,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.daemon.access_log import LoggedCall, LoggedEntry
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.memory import MemoryStore
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 from tests.store.conftest import eventually
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ DEADLINE_S = 5.0
 
 
 def put(store: Store, name: object, app: str, *, cost_s: float = 0.0) -> bool:
-    (room,) = store.reserve([(key(name), MIB)], ReserveTerms(app, cost_s=cost_s), deadline_s=DEADLINE_S)
+    (room,) = store.reserve([(key_of(name), MIB)], ReserveTerms(app, cost_s=cost_s), deadline_s=DEADLINE_S)
     return isinstance(room, Reservation) and store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
 
 
@@ -115,8 +115,8 @@ def test_daemon_drops_entries_at_the_end_of_their_time(
     store = connect()
     assert put(store, "a", "brief")
     assert put(store, "b", "other")
-    assert store.contains([key("a")], deadline_s=DEADLINE_S) == b"\1"
-    eventually(lambda: store.contains([key("a"), key("b")], deadline_s=DEADLINE_S) == b"\0\1", 5.0)
+    assert store.contains([key_of("a")], deadline_s=DEADLINE_S) == b"\1"
+    eventually(lambda: store.contains([key_of("a"), key_of("b")], deadline_s=DEADLINE_S) == b"\0\1", 5.0)
 
 
 def test_daemon_pages_of_one_commit_lose_their_tail_first(
@@ -124,11 +124,11 @@ def test_daemon_pages_of_one_commit_lose_their_tail_first(
 ) -> None:
     serve_in_thread(size_bytes=4 * MIB)
     store = connect()
-    rooms = store.reserve([(key(i), MIB) for i in range(4)], ReserveTerms("a"), deadline_s=DEADLINE_S)
+    rooms = store.reserve([(key_of(i), MIB) for i in range(4)], ReserveTerms("a"), deadline_s=DEADLINE_S)
     written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
     assert store.commit(written, deadline_s=DEADLINE_S) == [True] * 4
     assert put(store, "new", "a")
-    assert store.contains([key(i) for i in range(4)], deadline_s=DEADLINE_S) == b"\1\1\1\0"
+    assert store.contains([key_of(i) for i in range(4)], deadline_s=DEADLINE_S) == b"\1\1\1\0"
 
 
 @pytest.mark.parametrize("cost_s", [-1.0, float("nan"), float("inf"), 1e9])
@@ -139,9 +139,9 @@ def test_store_cost_that_no_entry_has_raises_value_error(cost_s: float) -> None:
 
 
 def test_reserve_request_of_an_older_client_names_no_cost() -> None:
-    older = msgspec.msgpack.encode([3, key("a"), [65], "app", None, True])
+    older = msgspec.msgpack.encode([3, key_of("a"), [65], "app", None, True])
     assert messages.request_decoder.decode(older) == messages.ReserveRequest(
-        key("a"), [65], "app", None, True
+        key_of("a"), [65], "app", None, True
     )
 
 
@@ -157,12 +157,12 @@ def test_daemon_logs_reads_and_writes_for_replay(
     daemon = start_daemon()
     store = connect()
     assert put(store, "a", "chat", cost_s=0.5)
-    leases = store.lease([key("a"), key("absent")], ttl_s=9.0, deadline_s=DEADLINE_S)
+    leases = store.lease([key_of("a"), key_of("absent")], ttl_s=9.0, deadline_s=DEADLINE_S)
     store.release([lease.token for lease in leases if lease], deadline_s=DEADLINE_S)
     daemon.terminate()
     assert daemon.wait() == 0
     calls = [msgspec.json.decode(line, type=LoggedCall) for line in log.read_bytes().splitlines()]
-    noted = [LoggedEntry(key("a")[:8].hex(), MIB, 0.5)]
+    noted = [LoggedEntry(key_of("a")[:8].hex(), MIB, 0.5)]
     assert [(call.op, call.app, call.entries) for call in calls] == [
         ("put", "chat", noted),
         ("get", "chat", noted),

@@ -11,8 +11,7 @@ import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.segment_files import FoundRecord, OpenedDisk, SegmentFiles, open_disk
 
 from .disk_stage import MIB
 
@@ -33,7 +32,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     opened, scan = Event(), SegmentFiles.scan
 
     def slow(files: SegmentFiles, segment: int) -> Iterator[FoundRecord | None]:
-        if segment != files.existing()[-1][0]:
+        if segment != files.list_segments()[-1][0]:
             while not opened.is_set():
                 time.sleep(1e-3)
                 yield None

@@ -11,7 +11,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.store.store_stats import DiskStat
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually
 
@@ -23,13 +23,13 @@ def payload_of(name: object, size_bytes: int) -> bytes:
 
 
 def put(store: PoolStore, name: object, size_bytes: int = 20 * KIB, app: str = "chat") -> None:
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
     outcome = put_payload(
         store,
         NewPayload(
             payload_of(name, size_bytes),
             PayloadKind.EMBEDDING,
-            key=key(name),
+            key=key_of(name),
             dtype="uint8",
             shape=(size_bytes,),
         ),
@@ -41,7 +41,7 @@ def put(store: PoolStore, name: object, size_bytes: int = 20 * KIB, app: str = "
 
 
 def get(store: PoolStore, name: object, *, recall_s: float | None = 5.0) -> bytes | None:
-    found = get_payload(store, key(name), deadline_s=DEADLINE_S, recall_s=recall_s)
+    found = get_payload(store, key_of(name), deadline_s=DEADLINE_S, recall_s=recall_s)
     return None if found is None else bytes(found[1])
 
 
@@ -59,7 +59,7 @@ def written(store: PoolStore, entries: int) -> bool:
 def scanned(store: PoolStore) -> bool:
     """Whether a daemon serves that knows its disk."""
     try:
-        return store.connected and not disk_of(store).scanning
+        return store.is_connected and not disk_of(store).scanning
     except StoreUnavailable:
         return False
 
@@ -70,7 +70,7 @@ def live(files: SegmentFiles, segment: int) -> list[FoundRecord]:
 
 
 def tier_of(store: PoolStore, name: object) -> int:
-    return store.tiers([key(name)], deadline_s=DEADLINE_S)[0]
+    return store.tiers([key_of(name)], deadline_s=DEADLINE_S)[0]
 
 
 def end(daemon: subprocess.Popen[str]) -> None:

@@ -17,7 +17,7 @@ from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk import disk_tier
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.segment_files import OpenedDisk, open_disk
 
 from ..conftest import answers, eventually
 from .disk_stage import KIB, MIB, disk_of, end, get, payload_of, put, scanned, tier_of, written
@@ -82,12 +82,12 @@ def test_disk_tier_slow_disk_drops_writes_and_delays_no_answer(
 def test_disk_tier_long_queue_refuses_the_newest_until_it_is_read(
     serve_in_thread: Serve, connect: Connect, disk: OpenedDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "MOST_QUEUED", 0)
+    monkeypatch.setattr(disk_tier, "MAX_QUEUED", 0)
     serve_in_thread(size_bytes=MIB, disk=disk)
     store = connect()
     put(store, "a")
     assert disk_of(store).writes == {"dropped": 1}
-    monkeypatch.setattr(disk_tier, "MOST_QUEUED", 10)
+    monkeypatch.setattr(disk_tier, "MAX_QUEUED", 10)
     assert get(store, "a") is not None
     eventually(lambda: written(store, 1))
 

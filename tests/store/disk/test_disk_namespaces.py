@@ -13,9 +13,8 @@ from cornplug.private_paths import read_secret
 from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import open_disk
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
-from cornplug.testing.store import key
+from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles, open_disk
+from cornplug.testing.store import key_of
 
 from ..conftest import end_server, eventually
 from .disk_stage import KIB, MIB, disk_of, put, scanned, tier_of
@@ -40,9 +39,9 @@ def start(serve_in_thread: Serve, folder: Path, store_config: StoreConfig) -> Ca
 
 def restart(server: StoreServer, store: PoolStore, start: Callable[[], StoreServer], path: Path) -> None:
     end_server(server, path)
-    eventually(lambda: not store.connected)
+    eventually(lambda: not store.is_connected)
     start()
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
 
 
 def fill(store: PoolStore, app: str, names: range) -> None:
@@ -108,9 +107,9 @@ def test_disk_recalls_of_namespaces_take_turns(
         return read(files, found, into, may_write=may_write)
 
     monkeypatch.setattr(SegmentFiles, "read", noted)
-    store.recall([key(("documents", name)) for name in range(9)])
+    store.recall([key_of(("documents", name)) for name in range(9)])
     eventually(lambda: bool(order))  # the daemon has begun as many reads as it may
-    store.recall([key(("chat", name)) for name in range(2)])
+    store.recall([key_of(("chat", name)) for name in range(2)])
     disk_of(store)  # answered behind both
     gate.set()
     chat = [("chat", name) for name in range(2)]

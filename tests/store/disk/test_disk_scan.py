@@ -13,10 +13,9 @@ from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
 from cornplug.store.disk.record_format import RecordHeader, new_salt
-from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.store.disk.segment_files import OpenedDisk, SegmentFiles, open_disk
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import end_server, eventually
 from .disk_stage import KIB, MIB, disk_of, get, live, payload_of, put, written
@@ -39,9 +38,9 @@ def restarted(
         put(store, name, 400 * KIB)
     eventually(lambda: written(store, 8))
     end_server(first, store_config.socket)
-    eventually(lambda: not store.connected)
+    eventually(lambda: not store.is_connected)
     serve_in_thread(size_bytes=8 * MIB, disk=opened())
-    eventually(lambda: store.connected)
+    eventually(lambda: store.is_connected)
     return store
 
 
@@ -66,7 +65,7 @@ def test_disk_entry_written_again_during_a_scan_has_one_record(
     eventually(lambda: disk_of(restarted).writes == {"written": 1})
     gate.set()
     eventually(lambda: written(restarted, 8))
-    assert restarted.delete([key(0)], deadline_s=DEADLINE_S) == 1
+    assert restarted.delete([key_of(0)], deadline_s=DEADLINE_S) == 1
     eventually(lambda: written(restarted, 7))
 
     def left() -> set[bytes]:
@@ -82,7 +81,7 @@ def test_disk_entry_written_again_during_a_scan_has_one_record(
     for file in folder.glob("segment-*"):
         os.link(file, copy_folder / file.name)
     copy = SegmentFiles(copy_folder, read_secret(store_config.secret_file), setting="store.disk_path")
-    eventually(lambda: left() == {key(name) for name in range(1, 8)})
+    eventually(lambda: left() == {key_of(name) for name in range(1, 8)})
     copy.close()
 
 
@@ -92,7 +91,7 @@ def test_segment_scan_skips_bytes_without_a_header_fast(
     files, reads, pread = SegmentFiles(folder, b"s" * 32, setting="store.disk_path"), list[int](), os.pread
     files.create(1)
     at = 64 * MIB
-    header = RecordHeader(key("a"), "a", 7, 0, 0.0, 0.0, new_salt())
+    header = RecordHeader(key_of("a"), "a", 7, 0, 0.0, 0.0, new_salt())
     files.write(1, at, header, b"", memoryview(b"payload"))
 
     def counted(fd: int, size: int, offset: int) -> bytes:

@@ -16,10 +16,10 @@ from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.segment_files import OpenedDisk, open_disk
 from cornplug.store.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
-from cornplug.testing.store import StoreStage, key, present
+from cornplug.testing.store import StoreStage, contains, key_of
 
 from ..conftest import ServerClock, eventually, pool_stage
 from .disk_stage import KIB, MIB, disk_of, end, get, payload_of, put, scanned, tier_of, written
@@ -48,13 +48,13 @@ def test_disk_tier_entry_outlives_its_daemon(connect: Connect, start_daemon: Sta
     end(daemon)  # It writes the entries that wait.
     start_daemon("--disk", str(folder), "--disk-size", "64MiB")
     eventually(lambda: written(store, len(names)))
-    assert present(store, *names) == bytes(len(names)), "nothing is in memory"
+    assert contains(store, *names) == bytes(len(names)), "nothing is in memory"
     assert get(store, 3, recall_s=None) is None
-    assert store.tiers([key(name) for name in names], deadline_s=5) == bytes([Tier.DISK]) * len(names)
-    assert store.peek([key(name) for name in names]) == bytes([Tier.DISK]) * len(names)
+    assert store.tiers([key_of(name) for name in names], deadline_s=5) == bytes([Tier.DISK]) * len(names)
+    assert store.peek([key_of(name) for name in names]) == bytes([Tier.DISK]) * len(names)
     for name in names:
         assert get(store, name) == payload_of(name, 1 + name * 7919)
-    assert present(store, *names) == b"\1" * len(names)
+    assert contains(store, *names) == b"\1" * len(names)
     stat = disk_of(store)
     assert stat.reads == {"read": len(names)}
     assert stat.writes == {}, "an entry is written once"
@@ -76,12 +76,12 @@ def test_disk_tier_entry_recalled_while_it_is_looked_up_is_not_absent(
             seen = look(table, keys)
             monkeypatch.undo()
             store.recall(keys)
-            eventually(lambda: present(store, "a") == b"\1")
+            eventually(lambda: contains(store, "a") == b"\1")
             return seen
 
         return look_first
 
-    for name in ("contains", "on_disk"):
+    for name in ("contains", "on_disk_mask"):
         monkeypatch.setattr(MappedEntryTable, name, recalled_after(getattr(MappedEntryTable, name)))
     assert tier_of(store, "a") in (Tier.DISK, Tier.MEMORY)
 
@@ -134,11 +134,11 @@ def test_disk_tier_deleted_entry_is_gone_after_a_restart_too(
     for name in "abc":
         put(store, name)
     eventually(lambda: written(store, 3))
-    assert store.delete([key("a")], deadline_s=5) == 1
+    assert store.delete([key_of("a")], deadline_s=5) == 1
     end(daemon)
     daemon = start_daemon("--disk", str(folder))
     eventually(lambda: written(store, 2))
-    assert store.delete([key("b"), key("a")], deadline_s=5) == 1, "on disk only"
+    assert store.delete([key_of("b"), key_of("a")], deadline_s=5) == 1, "on disk only"
     assert [tier_of(store, name) for name in "abc"] == [Tier.ABSENT, Tier.ABSENT, Tier.DISK]
     end(daemon)
     start_daemon("--disk", str(folder))
@@ -233,7 +233,7 @@ def test_disk_tier_smaller_bound_at_restart_is_kept(
 
 
 def test_disk_tier_metrics_name_it(serve_in_thread: Serve, connect: Connect, disk: OpenedDisk) -> None:
-    from cornplug.store.daemon.metrics_endpoint import families
+    from cornplug.store.daemon.metrics_endpoint import metric_families
 
     server = serve_in_thread(size_bytes=MIB, disk=disk, namespaces={"docs": NamespaceConfig(share=0.5)})
     store = connect()
@@ -241,7 +241,7 @@ def test_disk_tier_metrics_name_it(serve_in_thread: Serve, connect: Connect, dis
     eventually(lambda: written(store, 1))
     found = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in families(server.telemetry.snapshot())
+        for family in metric_families(server.telemetry.snapshot())
         for sample in family.samples
     }
     assert found["cornplug_store_capacity_bytes", "disk"] == 64 * MIB

@@ -82,7 +82,7 @@ def test_disk_workers_pace_bounds_bytes_in_a_second_until_hurried() -> None:
         assert time.monotonic() - began_s >= 0.4
         workers.write(lambda: 1, done.append, size_bytes=60_000)
         workers.write(lambda: 1, done.append)
-        workers.hurry()
+        workers.lift_rate_limit()
         _collect(workers, lambda: len(done) == 5)
     finally:
         workers.close()

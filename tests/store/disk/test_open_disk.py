@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.store.disk.open_disk import open_disk
+from cornplug.store.disk.segment_files import open_disk
 
 SECRET = b"s" * 32
 

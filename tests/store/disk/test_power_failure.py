@@ -14,9 +14,8 @@ from cornplug.private_paths import read_secret
 from cornplug.store.base import PurgeRule
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk
-from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.store.disk.segment_files import OpenedDisk, SegmentFiles
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually
 from .disk_stage import KIB, MIB, live, put, written
@@ -45,7 +44,7 @@ class Device:
     def keys(self, secret: bytes) -> set[bytes]:
         """Keys of the entries that a daemon finds after a power failure now."""
         files = SegmentFiles(self.target, secret, setting="store.disk_path")
-        found = {one.header.key for number, _ in files.existing() for one in live(files, number)}
+        found = {one.header.key for number, _ in files.list_segments() for one in live(files, number)}
         files.close()
         return found
 
@@ -69,12 +68,12 @@ def test_power_failure_brings_no_deleted_entry_back(
         put(store, name, KIB, app=app)
     eventually(lambda: written(store, 3))
     device.took_all()
-    assert device.keys(secret) == {key("a"), key("b"), key("kept")}
+    assert device.keys(secret) == {key_of("a"), key_of("b"), key_of("kept")}
     if how == "delete":
-        assert store.delete([key("a"), key("b")], deadline_s=DEADLINE_S) == 2
+        assert store.delete([key_of("a"), key_of("b")], deadline_s=DEADLINE_S) == 2
     else:
         assert store.purge(PurgeRule(app="chat"), deadline_s=DEADLINE_S).entries == 2
-    eventually(lambda: device.keys(secret) == {key("kept")}, within_s=10)
+    eventually(lambda: device.keys(secret) == {key_of("kept")}, within_s=10)
 
 
 def test_power_failure_brings_no_dropped_segment_back(

@@ -11,9 +11,9 @@ import pytest
 from cornplug.store.base import PROMOTED, Reservation, ReserveRefusal, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.disk.open_disk import OpenedDisk
-from cornplug.store.payload import recalled
-from cornplug.testing.store import fill, key, lease, reserve
+from cornplug.store.disk.segment_files import OpenedDisk
+from cornplug.store.payload import recall_and_wait
+from cornplug.testing.store import fill, key_of, lease, reserve
 
 from ..conftest import eventually
 from .disk_stage import KIB, MIB, disk_of, payload_of, put, tier_of, written
@@ -34,7 +34,7 @@ def test_promotions_evicted_entry_comes_back_with_its_cost_and_app(
     assert tier_of(store, 0) == Tier.DISK
     assert tier_of(store, 7) == Tier.MEMORY
     assert lease(store, 0) is None, "to leases it is absent until it is recalled"
-    tiers = recalled(store, [key(0), key(7), key("none")], within_s=5, deadline_s=5)
+    tiers = recall_and_wait(store, [key_of(0), key_of(7), key_of("none")], within_s=5, deadline_s=5)
     assert tiers == bytes([Tier.MEMORY, Tier.MEMORY, Tier.ABSENT])
     found = lease(store, 0)
     assert found is not None
@@ -58,7 +58,7 @@ def test_promotions_recall_of_more_than_fits_is_bounded(
     for name in range(24):
         put(store, name, 100 * KIB)
         eventually(lambda n=name: written(store, n + 1))  # type: ignore[misc]
-    store.recall([key(name) for name in range(10)])
+    store.recall([key_of(name) for name in range(10)])
     eventually(lambda: tier_of(store, 0) == tier_of(store, 1) == Tier.MEMORY)
     stat = disk_of(store)
     assert stat.reads["refused"] == 1
@@ -75,7 +75,7 @@ def test_promotions_recall_without_room_leaves_it_on_disk(
         eventually(lambda n=name: written(store, n + 1))  # type: ignore[misc]
     holds = [lease(store, 1), lease(store, 2), lease(other, 3), lease(other, 4)]
     assert None not in holds
-    assert recalled(store, [key(0)], within_s=0.3, deadline_s=5) == bytes([Tier.DISK])
+    assert recall_and_wait(store, [key_of(0)], within_s=0.3, deadline_s=5) == bytes([Tier.DISK])
     assert disk_of(store).reads == {"full": 1}
 
 
@@ -90,7 +90,7 @@ def test_promotions_writer_and_recall_of_one_key_do_not_collide(
     assert tier_of(store, 0) == Tier.DISK
     room = reserve(store, 0, 250 * KIB)
     assert isinstance(room, Reservation)
-    store.recall([key(0)])
+    store.recall([key_of(0)])
     eventually(lambda: disk_of(store).reads == {"pending": 1})
     store.view(room.location, writable=True)[:] = payload_of(0, 250 * KIB)
     assert store.commit([(room, b"meta")], deadline_s=5) == [True]
@@ -117,9 +117,9 @@ def test_promotions_entry_deleted_while_it_is_recalled_stays_deleted(
     for name in range(5):
         put(store, name, 250 * KIB)
         eventually(lambda n=name: written(store, n + 1))  # type: ignore[misc]
-    store.recall([key(0)])
+    store.recall([key_of(0)])
     assert began.wait(60)
-    assert store.delete([key(0)], deadline_s=5) == 1
+    assert store.delete([key_of(0)], deadline_s=5) == 1
     go.set()
     eventually(lambda: disk_of(store).reads == {"late": 1})
     assert tier_of(store, 0) == Tier.ABSENT
@@ -130,6 +130,6 @@ def test_promotions_store_without_disk_offers_no_tiers(serve_in_thread: Serve, c
     store = connect()
     fill(store, "a", b"x")
     assert not store.has_disk
-    assert store.tiers([key("a"), key("b")], deadline_s=5) == bytes([Tier.MEMORY, Tier.ABSENT])
-    store.recall([key("b")])
+    assert store.tiers([key_of("a"), key_of("b")], deadline_s=5) == bytes([Tier.MEMORY, Tier.ABSENT])
+    store.recall([key_of("b")])
     assert store.stat(deadline_s=5).disk is None

@@ -13,7 +13,7 @@ import pytest
 from cornplug.errors import ConfigError
 from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordDamaged, RecordHeader, new_salt
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
-from cornplug.testing.store import key
+from cornplug.testing.store import key_of
 
 from .disk_stage import live
 
@@ -39,7 +39,7 @@ def _write(files: SegmentFiles, segment: int, at: int, i: int) -> RecordHeader:
 def _header(
     name: object, meta: bytes, payload: memoryview, *, cost_s: float = 0.0, written_s: float = 0.0
 ) -> RecordHeader:
-    return RecordHeader(key(name), "chat", payload.nbytes, len(meta), cost_s, written_s, new_salt())
+    return RecordHeader(key_of(name), "chat", payload.nbytes, len(meta), cost_s, written_s, new_salt())
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def _content(files: SegmentFiles, found: FoundRecord) -> bytes | None:
         meta = files.read(found, memoryview(room))
     except RecordDamaged:
         return None
-    number = [key(i) for i in range(len(SIZES))].index(found.header.key)
+    number = [key_of(i) for i in range(len(SIZES))].index(found.header.key)
     assert (meta, bytes(room)) == (b"meta%d" % number, _payload(number))
     return bytes(room)
 
@@ -148,7 +148,7 @@ def test_segment_kill_record_is_not_found_again(
 ) -> None:
     (folder / "segment-00000001").write_bytes(written[0])
     files = _open(folder)
-    files.kill(1, written[1][3][0])
+    files.mark_dead(1, written[1][3][0])
     files.close()
     assert _whole(folder, (folder / "segment-00000001").read_bytes()) == {
         at for i, (at, _) in enumerate(written[1]) if i != 3
@@ -191,7 +191,7 @@ def test_segment_write_beyond_file_size_limit_leaves_no_record(folder: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
-    assert [found.header.key for found in live(files, 1)] == [key(1)]
+    assert [found.header.key for found in live(files, 1)] == [key_of(1)]
     files.close()
 
 
@@ -215,7 +215,7 @@ def test_segment_drop_removes_its_file_and_descriptor(folder: Path) -> None:
     _write(files, 1, 0, 1)
     found = live(files, 1)[0]
     files.drop(1)
-    assert files.existing() == []
+    assert files.list_segments() == []
     assert sorted(os.listdir(folder)) == ["lock"]
     with pytest.raises(RecordDamaged):
         files.read(found, memoryview(bytearray(1)))
@@ -230,7 +230,7 @@ def test_segment_copy_record_outlives_its_first_segment(folder: Path) -> None:
     files.copy(live(files, 1)[0], 2, ALIGN_BYTES)
     files.drop(1)
     copied = live(files, 2)
-    assert [(one.segment, one.offset, one.header.key) for one in copied] == [(2, ALIGN_BYTES, key(5))]
+    assert [(one.segment, one.offset, one.header.key) for one in copied] == [(2, ALIGN_BYTES, key_of(5))]
     assert _content(files, copied[0]) == _payload(5)
     files.close()
 
@@ -244,10 +244,10 @@ def test_segment_write_of_payload_that_changed_leaves_no_record(folder: Path) ->
         return False
 
     payload = memoryview(_payload(5))
-    written = files.write(1, 0, _header(5, b"m", payload), b"m", payload, intact=intact)
+    written = files.write(1, 0, _header(5, b"m", payload), b"m", payload, is_intact=intact)
     assert (written, asked, live(files, 1)) == (None, [0], [])
     _write(files, 1, 0, 1)
-    assert [found.header.key for found in live(files, 1)] == [key(1)], "its place is used again"
+    assert [found.header.key for found in live(files, 1)] == [key_of(1)], "its place is used again"
     files.close()
 
 
@@ -268,8 +268,8 @@ def test_segment_find_place_without_live_record_is_damaged(
 ) -> None:
     (folder / "segment-00000001").write_bytes(written[0])
     files, (first, second) = _open(folder), (place for place, _ in written[1][1:3])
-    assert files.find(1, second).header.key == key(2)
-    files.kill(1, second)
+    assert files.find(1, second).header.key == key_of(2)
+    files.mark_dead(1, second)
     for segment, offset in ((1, second), (1, first + 64), (2, first), (1, len(written[0]))):
         with pytest.raises(RecordDamaged):
             files.find(segment, offset)
@@ -283,7 +283,7 @@ def test_segment_flush_of_missing_segment_is_an_os_error(folder: Path) -> None:
     files.flush(1)
     assert files.free_bytes() > 0
     files.drop(1)
-    for call in (lambda: files.flush(1), lambda: files.kill(1, 0), lambda: _write(files, 1, 0, 1)):
+    for call in (lambda: files.flush(1), lambda: files.mark_dead(1, 0), lambda: _write(files, 1, 0, 1)):
         with pytest.raises(OSError, match="the segment was deleted"):
             call()
     files.close()

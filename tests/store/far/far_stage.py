@@ -57,7 +57,7 @@ class Host:
         self.daemon = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         eventually(lambda: self.daemon.poll() is not None or answers(self.config.socket))
         self.store = PoolStore(self.config, connect_timeout_s=10)
-        eventually(lambda: self.store.connected)
+        eventually(lambda: self.store.is_connected)
         if answer:
             eventually(lambda: all(self.far(number).answers for number in range(len(urls))))
 
@@ -95,7 +95,7 @@ class MooncakeMaster(ManagedProcess):
         command += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1", "--client_ttl=2"]
         super().__init__(command, log=folder / "mooncake.log")
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return answers_at(self.port)
 
 

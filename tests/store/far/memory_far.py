@@ -24,8 +24,8 @@ class MemoryFarStore:
     questions: Number of names in each call of `exists`.
     """
 
-    most_bytes = 64 << 20
-    most_names = 64
+    max_bytes = 64 << 20
+    max_names = 64
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}

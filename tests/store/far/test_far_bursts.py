@@ -13,7 +13,7 @@ from cornplug.store.base import Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.far import far_peer
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import end_server, eventually
 from ..disk.disk_stage import KIB, MIB, get, payload_of, put, tier_of
@@ -26,12 +26,12 @@ Serve = Callable[..., StoreServer]
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> MemoryFarStore:
     """A far store that may take its time."""
-    monkeypatch.setattr(far_peer, "ASK_S", 30.0)
+    monkeypatch.setattr(far_peer, "LOOKUP_TIMEOUT_S", 30.0)
     return MemoryFarStore()
 
 
 def answering(store: PoolStore) -> bool:
-    return store.connected and store.far_answers
+    return store.is_connected and store.is_far_up
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def second_host(
     put(store, "a", KIB)
     eventually(lambda: written(store, 1))
     end_server(first, store_config.socket)
-    eventually(lambda: not store.connected)
+    eventually(lambda: not store.is_connected)
     serve_in_thread(size_bytes=MIB, far=far.opened())
     eventually(lambda: answering(store))
     far.questions.clear()
@@ -58,14 +58,14 @@ def test_far_burst_of_readers_all_get_the_entry(
     store, asked, hits = second_host(), threading.Semaphore(0), list[bytes | None]()
     eventually(lambda: answering(store))
     far.gate.clear()
-    seek = store.seek
+    seek = store.start_far_lookup
 
     def counted(keys: list[bytes]) -> int:
         ticket = seek(keys)
         asked.release()
         return ticket
 
-    monkeypatch.setattr(store, "seek", counted)
+    monkeypatch.setattr(store, "start_far_lookup", counted)
     readers = [threading.Thread(target=lambda: hits.append(get(store, "a", recall_s=30.0))) for _ in range(8)]
     for reader in readers:
         reader.start()
@@ -82,18 +82,18 @@ def test_far_burst_of_two_engines_is_one_question(far: MemoryFarStore, second_ho
     first, second = second_host(), second_host()
     eventually(lambda: answering(first) and answering(second))
     far.gate.clear()
-    ticket = first.seek([key("a")])
+    ticket = first.start_far_lookup([key_of("a")])
     assert ticket
-    assert first.seek([key("a")]) == ticket
+    assert first.start_far_lookup([key_of("a")]) == ticket
     eventually(lambda: far.questions == [1])
-    other = second.seek([key("a")])
+    other = second.start_far_lookup([key_of("a")])
     assert other not in (0, ticket)
     second.stat(deadline_s=DEADLINE_S)  # answered behind the question
-    assert not first.answered(ticket)
+    assert not first.is_far_lookup_done(ticket)
     far.gate.set()
-    eventually(lambda: first.answered(ticket) and second.answered(other))
+    eventually(lambda: first.is_far_lookup_done(ticket) and second.is_far_lookup_done(other))
     assert [tier_of(one, "a") for one in (first, second)] == [Tier.DISK] * 2
-    assert first.seek([key("a")]) == 0, "it is answered"
+    assert first.start_far_lookup([key_of("a")]) == 0, "it is answered"
     assert far.questions == [1]
 
 
@@ -107,8 +107,8 @@ def test_far_entry_lost_by_a_restart_is_written_again(
     put(store, "evicted", 100 * KIB)
     eventually(lambda: written(store, 2))
     far.failing.add("exists")
-    store.seek([key("other")])
-    eventually(lambda: not store.far_answers)
+    store.start_far_lookup([key_of("other")])
+    eventually(lambda: not store.is_far_up)
     far.records.clear()
     far.failing.clear()
     eventually(lambda: answering(store))
@@ -130,7 +130,7 @@ def test_far_entry_evicted_there_is_written_again_once_it_is_read(
     get(store, "a")
     store.stat(deadline_s=DEADLINE_S)  # counts the read
     assert far_of(store).writes == {"written": 1}, "it was written a moment ago"
-    monkeypatch.setattr(far_peer, "CONFIRM_S", 0.0)
+    monkeypatch.setattr(far_peer, "CONFIRM_INTERVAL_S", 0.0)
     get(store, "a")
     eventually(lambda: written(store, 2))
     assert len(far.records) == 1

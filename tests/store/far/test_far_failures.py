@@ -9,7 +9,7 @@ import pytest
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, MIB, get, payload_of, put, tier_of
@@ -29,7 +29,7 @@ def store(far: MemoryFarStore, serve_in_thread: Serve, connect: Connect) -> Pool
     """A client of a daemon with 1 MiB of memory."""
     serve_in_thread(size_bytes=MIB, far=far.opened())
     store = connect()
-    eventually(lambda: store.connected and store.far_answers)
+    eventually(lambda: store.is_connected and store.is_far_up)
     return store
 
 
@@ -64,7 +64,7 @@ def test_far_failed_delete_does_not_close_reads(far: MemoryFarStore, store: Pool
     far.failing.add("delete")
     put(store, "b", KIB)
     eventually(lambda: written(store, 3))
-    store.delete([key("b")], deadline_s=DEADLINE_S)
+    store.delete([key_of("b")], deadline_s=DEADLINE_S)
     eventually(lambda: far.failures["delete"] > 0)
     put(store, "c", KIB)
     eventually(lambda: written(store, 4))
@@ -87,7 +87,7 @@ def test_far_late_delete_spares_the_entry_written_since(far: MemoryFarStore, sto
     put(store, "b", KIB)
     eventually(lambda: written(store, 2))
     far.failing.add("delete")
-    store.delete([key("a"), key("b")], deadline_s=DEADLINE_S)
+    store.delete([key_of("a"), key_of("b")], deadline_s=DEADLINE_S)
     eventually(lambda: far.failures["delete"] > 0)
     put(store, "a", KIB)
     eventually(lambda: written(store, 3))

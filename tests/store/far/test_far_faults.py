@@ -14,8 +14,8 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.store.base import Tier
-from cornplug.store.payload import recalled
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.store.payload import recall_and_wait
+from cornplug.testing.store import DEADLINE_S, key_of
 from devkit.far_servers import RedisServer
 
 from ..conftest import eventually
@@ -56,14 +56,14 @@ def test_far_tier_changed_records_are_counted_misses_only(host: Hosts, share: Pa
         put(first.store, name, 4 * KIB)
     eventually(lambda: first.written(ENTRIES))
     damage(share, how)
-    keys = [key(name) for name in range(ENTRIES)]
+    keys = [key_of(name) for name in range(ENTRIES)]
 
     def sought() -> bool:
-        second.store.seek(keys)  # again: a busy far store may have answered some too late
+        second.store.start_far_lookup(keys)  # again: a busy far store may have answered some too late
         return second.far().asks.get("found", 0) >= ENTRIES
 
     eventually(sought)
-    tiers = recalled(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
+    tiers = recall_and_wait(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
     assert tiers == bytes([Tier.ABSENT] * ENTRIES)
     assert second.far().reads == {"damaged": ENTRIES}
     put(second.store, 0, 4 * KIB)
@@ -78,7 +78,7 @@ def test_far_tier_replayed_record_of_the_same_key_is_that_entry(host: Hosts, sha
     eventually(lambda: first.written(1))
     (file,) = records(share)
     old = file.read_bytes()
-    first.store.delete([key("a")], deadline_s=DEADLINE_S)
+    first.store.delete([key_of("a")], deadline_s=DEADLINE_S)
     put(first.store, "a")
     eventually(lambda: first.written(2))
     assert file.read_bytes() != old
@@ -105,11 +105,11 @@ def test_far_tier_stopped_server_costs_near_nothing_and_is_found_again(
     put(second.store, "near")
     eventually(lambda: first.written(1) and second.written(1))
     redis.freeze()
-    second.store.seek([key("x")])
-    eventually(lambda: not second.store.far_answers, within_s=10)
+    second.store.start_far_lookup([key_of("x")])
+    eventually(lambda: not second.store.is_far_up, within_s=10)
     near_is_quick(second, "near", within)
-    redis.cont()
-    eventually(lambda: second.store.far_answers, within_s=60)
+    redis.resume()
+    eventually(lambda: second.store.is_far_up, within_s=60)
     time.sleep(1.1)  # until the answer of before is forgotten
     assert found(second, "a") == payload_of("a", 20 * KIB)
 
@@ -121,15 +121,15 @@ def test_far_tier_killed_server_costs_near_nothing_and_is_found_again_empty(
     put(first.store, "a")
     put(second.store, "near")
     eventually(lambda: first.written(1) and second.written(1))
-    second.store.seek([key("a")])
-    eventually(lambda: second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.DISK]))
+    second.store.start_far_lookup([key_of("a")])
+    eventually(lambda: second.store.tiers([key_of("a")], deadline_s=DEADLINE_S) == bytes([Tier.DISK]))
     redis.kill()
-    second.store.seek([key("x")])
-    eventually(lambda: not second.store.far_answers, within_s=10)
-    eventually(lambda: second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
+    second.store.start_far_lookup([key_of("x")])
+    eventually(lambda: not second.store.is_far_up, within_s=10)
+    eventually(lambda: second.store.tiers([key_of("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
     near_is_quick(second, "near", within)
     redis.start()
-    eventually(lambda: second.store.far_answers and first.store.far_answers, within_s=60)
+    eventually(lambda: second.store.is_far_up and first.store.is_far_up, within_s=60)
     put(first.store, "b")
     eventually(lambda: first.written(2), within_s=60)
     assert found(second, "b") == payload_of("b", 20 * KIB)
@@ -139,8 +139,8 @@ def test_far_tier_record_that_went_meanwhile_is_a_miss(host: Hosts, redis: Redis
     first, second = host(redis.url), host(redis.url)
     put(first.store, "a")
     eventually(lambda: first.written(1))
-    second.store.seek([key("a")])
-    eventually(lambda: second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.DISK]))
+    second.store.start_far_lookup([key_of("a")])
+    eventually(lambda: second.store.tiers([key_of("a")], deadline_s=DEADLINE_S) == bytes([Tier.DISK]))
     client_of(redis).flushall()
     assert get(second.store, "a") is None
     assert second.far().reads == {"gone": 1}
@@ -178,6 +178,6 @@ def test_far_tier_slow_server_of_another_protocol_is_left_alone(
     one = host(f"valkey://127.0.0.1:{deaf}/0", answer=False)
     put(one.store, "near")
     near_is_quick(one, "near", within)
-    assert not one.store.far_answers
+    assert not one.store.is_far_up
     assert (one.far().queued, one.far().writes) == (1, {})
     assert one.daemon.poll() is None

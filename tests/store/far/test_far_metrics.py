@@ -7,7 +7,7 @@ from collections.abc import Callable
 from prometheus_client.core import Metric
 
 from cornplug.store.client import PoolStore
-from cornplug.store.daemon.metrics_endpoint import families
+from cornplug.store.daemon.metrics_endpoint import metric_families
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.far.object_store import open_folder_url
 from cornplug.store.far.open_far import OpenedFar
@@ -24,7 +24,7 @@ def test_metrics_of_far_store_count_by_outcome(
     put(connect(), "a")
 
     def series() -> dict[str, Metric]:
-        return {family.name: family for family in families(server.telemetry.snapshot())}
+        return {family.name: family for family in metric_families(server.telemetry.snapshot())}
 
     def value(name: str, **labels: str) -> float:
         (found,) = [

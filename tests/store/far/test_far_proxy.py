@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cornplug.store.base import Tier
-from cornplug.store.payload import recalled
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.store.payload import recall_and_wait
+from cornplug.testing.store import DEADLINE_S, key_of
 from devkit.far_servers import RedisServer
 
 from ..conftest import eventually
@@ -35,7 +35,7 @@ def test_far_tier_proxy_that_changes_records_gets_counted_misses_and_reads_nothi
     host: Callable[..., Host], redis: RedisServer, proxy: RecordProxy
 ) -> None:
     first = host(proxy.url)
-    keys = [key(name) for name in range(ENTRIES)]
+    keys = [key_of(name) for name in range(ENTRIES)]
     for rounds in (1, 2):
         for name in range(ENTRIES):
             put(first.store, name, SIZE_BYTES, APP)
@@ -48,9 +48,9 @@ def test_far_tier_proxy_that_changes_records_gets_counted_misses_and_reads_nothi
     for how in WAYS:
         proxy.how, proxy.changed = how, 0
         second = host(proxy.url)
-        second.store.seek(keys)
+        second.store.start_far_lookup(keys)
         eventually(lambda second=second: second.far().asks.get("found", 0) == ENTRIES)  # type: ignore[misc]
-        tiers = recalled(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
+        tiers = recall_and_wait(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
         assert proxy.changed == ENTRIES
         if how == "replay":
             # Keys are digests: an older record of a key is the same entry.
@@ -66,5 +66,5 @@ def test_far_tier_proxy_that_changes_records_gets_counted_misses_and_reads_nothi
     assert b"cp1/" in heard
     assert APP.encode() not in heard
     for name in range(0, ENTRIES, 50):
-        for told in (payload_of(name, SIZE_BYTES)[:16], key(name), key(name).hex().encode()):
+        for told in (payload_of(name, SIZE_BYTES)[:16], key_of(name), key_of(name).hex().encode()):
             assert told not in heard

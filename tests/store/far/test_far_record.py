@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from cornplug.store.disk.record_format import CHUNK_BYTES, RecordDamaged
-from cornplug.store.far.far_record import FarSealer, RecordHead
-from cornplug.testing.store import key
+from cornplug.store.disk.record_format import CHUNK_BYTES, FarSealer, RecordDamaged, RecordHead
+from cornplug.testing.store import key_of
 
 SECRET = b"s" * 32
 SIZES = (0, 1, 4096, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 77)
@@ -17,11 +16,11 @@ SIZES = (0, 1, 4096, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 77)
 def sealed(name: object, size_bytes: int = 4096, *, secret: bytes = SECRET) -> tuple[bytes, bytes]:
     payload = random.Random(repr(name)).randbytes(size_bytes)
     head = RecordHead("tenant-a", 0.25, 1000.0, size_bytes, b"meta of " + repr(name).encode())
-    return FarSealer(secret).seal(key(name), head, memoryview(payload)), payload
+    return FarSealer(secret).seal(key_of(name), head, memoryview(payload)), payload
 
 
 def opened(name: object, record: bytes, *, secret: bytes = SECRET) -> tuple[RecordHead, bytes]:
-    found = FarSealer(secret).open(key(name), record)
+    found = FarSealer(secret).open(key_of(name), record)
     room = bytearray(found.head.payload_bytes)
     found.open_into(memoryview(room))
     return found.head, bytes(room)
@@ -76,15 +75,15 @@ def test_far_record_of_another_secret_has_another_name_and_does_not_open() -> No
     record, _ = sealed("a")
     with pytest.raises(RecordDamaged):
         opened("a", record, secret=b"o" * 32)
-    assert FarSealer(SECRET).name(key("a")) != FarSealer(b"o" * 32).name(key("a"))
+    assert FarSealer(SECRET).record_name(key_of("a")) != FarSealer(b"o" * 32).record_name(key_of("a"))
 
 
 def test_far_record_is_sealed_by_the_newest_secret_and_opened_by_any() -> None:
     old, new, payload = b"o" * 32, b"n" * 32, b"payload"
     head = RecordHead("chat", 0.5, 1.0, len(payload), b"meta")
     hosts = [FarSealer(SECRET, sealing) for sealing in ([old], [old, new], [new, old], [new])]
-    assert len({host.name(key("a")) for host in hosts}) == 1
-    by_old, by_new = (hosts[i].seal(key("a"), head, memoryview(payload)) for i in (1, 2))
+    assert len({host.record_name(key_of("a")) for host in hosts}) == 1
+    by_old, by_new = (hosts[i].seal(key_of("a"), head, memoryview(payload)) for i in (1, 2))
     opens = {
         (i, record) for i, host in enumerate(hosts) for record in (by_old, by_new) if _opens(host, record)
     }
@@ -95,15 +94,15 @@ def test_far_record_is_sealed_by_the_newest_secret_and_opened_by_any() -> None:
 
 def _opens(host: FarSealer, record: bytes) -> bool:
     try:
-        return host.open(key("a"), record).head.meta == b"meta"
+        return host.open(key_of("a"), record).head.meta == b"meta"
     except RecordDamaged:
         return False
 
 
 def test_far_record_tells_neither_key_nor_app_nor_content() -> None:
     record, payload = sealed("a")
-    name = FarSealer(SECRET).name(key("a"))
-    for told in (key("a"), b"tenant-a", b"meta of", payload[:16]):
+    name = FarSealer(SECRET).record_name(key_of("a"))
+    for told in (key_of("a"), b"tenant-a", b"meta of", payload[:16]):
         assert told not in record
         assert told.hex() not in name
     again, _ = sealed("a")
@@ -112,7 +111,7 @@ def test_far_record_tells_neither_key_nor_app_nor_content() -> None:
 
 def test_far_names_golden_vector() -> None:
     """Hosts of other releases know records by it: a change needs another domain name and another prefix."""
-    assert FarSealer(bytes(range(32))).name(bytes(32)) == GOLDEN_NAME
+    assert FarSealer(bytes(range(32))).record_name(bytes(32)) == GOLDEN_NAME
 
 
 def test_far_record_golden_vector_opens() -> None:

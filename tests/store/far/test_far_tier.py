@@ -13,11 +13,11 @@ from cornplug.private_paths import cache_dir, read_secret
 from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.far.far_record import FarSealer
+from cornplug.store.disk.record_format import FarSealer
 from cornplug.store.far.open_far import open_far
-from cornplug.store.payload import recalled
+from cornplug.store.payload import recall_and_wait
 from cornplug.testing import StoreContract
-from cornplug.testing.store import DEADLINE_S, StoreStage, key
+from cornplug.testing.store import DEADLINE_S, StoreStage, key_of
 from devkit.far_servers import RedisServer
 
 from ..conftest import ServerClock, eventually, pool_stage
@@ -95,13 +95,13 @@ def test_far_tier_entry_found_is_shown_and_recalled_as_one_on_disk(host: Hosts, 
     for name in range(10):
         put(first.store, name)
     eventually(lambda: first.written(10))
-    keys = [key(name) for name in [*range(10), "none"]]
-    ticket = second.store.seek(keys)
+    keys = [key_of(name) for name in [*range(10), "none"]]
+    ticket = second.store.start_far_lookup(keys)
     assert ticket
-    assert second.store.seek(keys) in (ticket, 0), "within the second"
+    assert second.store.start_far_lookup(keys) in (ticket, 0), "within the second"
     expected = bytes([Tier.DISK] * 10 + [Tier.ABSENT])
     eventually(lambda: second.store.tiers(keys, deadline_s=DEADLINE_S) == expected)
-    tiers = recalled(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
+    tiers = recall_and_wait(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
     assert tiers == bytes([Tier.MEMORY] * 10 + [Tier.ABSENT])
     assert [get(second.store, name) for name in range(10)] == [
         payload_of(name, 20 * KIB) for name in range(10)
@@ -121,9 +121,9 @@ def test_far_tier_deleted_entry_is_not_read_again_until_it_is_written(host: Host
     one = host(url)
     put(one.store, "a")
     eventually(lambda: one.written(1))
-    assert one.store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+    assert one.store.delete([key_of("a")], deadline_s=DEADLINE_S) == 1
     assert get(one.store, "a") is None
-    one.store.seek([key("a")])
+    one.store.start_far_lookup([key_of("a")])
     assert get(one.store, "a") is None
     put(one.store, "a")
     eventually(lambda: one.written(2))
@@ -136,9 +136,9 @@ def test_far_tier_deleted_and_purged_entries_are_deleted_there(host: Hosts, url:
     eventually(lambda: one.written(2))
     secret = one.config.secret_file.read_bytes()
     ((_, records),) = open_far([url], secret, secret_file=one.config.secret_file).stores
-    names = [FarSealer(secret).name(key(name)) for name in ("deleted", "purged")]
+    names = [FarSealer(secret).record_name(key_of(name)) for name in ("deleted", "purged")]
     assert records.exists(names) == [True, True]
-    assert one.store.delete([key("deleted")], deadline_s=DEADLINE_S) == 1
+    assert one.store.delete([key_of("deleted")], deadline_s=DEADLINE_S) == 1
     eventually(lambda: records.exists(names) == [False, True])
     assert one.store.purge(PurgeRule(app="chat"), deadline_s=DEADLINE_S).entries == 1
     eventually(lambda: records.exists(names) == [False, False])
@@ -189,8 +189,8 @@ def test_far_tier_record_beyond_the_stores_cap_is_counted(host: Hosts, redis: Re
 def test_far_tier_daemon_without_far_asks_nothing(host: Hosts) -> None:
     one = host()
     put(one.store, "a")
-    assert not one.store.far_answers
-    assert not one.store.seek([key("b")])
+    assert not one.store.is_far_up
+    assert not one.store.start_far_lookup([key_of("b")])
     assert not one.store.has_disk
     assert one.store.stat(deadline_s=DEADLINE_S).far == {}
 

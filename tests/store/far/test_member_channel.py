@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from cornplug.store.far.nixl_client import MOST_CHANNEL_BYTES, MemberChannel
+from cornplug.store.far.nixl_client import MAX_MESSAGE_BYTES, MemberChannel
 
 KEY = b"k" * 32
 Pair = tuple[MemberChannel, MemberChannel]
@@ -20,7 +20,7 @@ def channels(one: socket.socket, other: socket.socket, *, keys: tuple[bytes, byt
     made: dict[bool, MemberChannel] = {}
 
     def make(end: socket.socket, key: bytes, asks: bool) -> None:
-        made[asks] = MemberChannel(end, key, asks=asks, within_s=10)
+        made[asks] = MemberChannel(end, key, is_client=asks, within_s=10)
 
     other_side = threading.Thread(target=make, args=(other, keys[1], False))
     other_side.start()
@@ -113,7 +113,7 @@ def test_member_channel_message_at_another_time_or_place_is_refused(way: str) ->
 
 def test_member_channel_larger_message_ends_the_connection_unread() -> None:
     between = Between()
-    between.listener_side.send_bytes(bytes(MOST_CHANNEL_BYTES + 17))
+    between.listener_side.send_bytes(bytes(MAX_MESSAGE_BYTES + 17))
     with pytest.raises(OSError, match="bad message length"):
         between.listener.receive(10)
 
@@ -129,4 +129,4 @@ def test_member_channel_silence_ends_at_the_deadline_and_lets_others_work_meanwh
 def test_member_channel_peer_that_says_nothing_is_given_up() -> None:
     one, _other = tcp_pair()
     with pytest.raises(TimeoutError):
-        MemberChannel(one, KEY, asks=True, within_s=0.05)
+        MemberChannel(one, KEY, is_client=True, within_s=0.05)

@@ -15,7 +15,7 @@ from time_limits import TimeLimits
 from cornplug.errors import ConfigError
 from cornplug.store.base import Tier
 from cornplug.store.far.open_far import FarFailure, FarStore, open_far
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, payload_of, put
@@ -46,14 +46,14 @@ def test_mooncake_store_record_takes_the_place_of_an_older_one(cluster: FarStore
     with pytest.raises(FarFailure, match="Mooncake's error -"):
         cluster.put("cp1/larger than its segments", bytes(100 << 20))
     cluster.close()
-    eventually(lambda: cluster._client.ended)  # type: ignore[attr-defined]
+    eventually(lambda: cluster._client.has_exited)  # type: ignore[attr-defined]
 
 
 @pytest.mark.more
 def test_mooncake_store_killed_client_is_replaced(cluster: FarStore) -> None:
     cluster.put("cp1/a", b"record")
     cluster._client._process.kill()  # type: ignore[attr-defined]
-    eventually(lambda: cluster._client.ended)  # type: ignore[attr-defined]
+    eventually(lambda: cluster._client.has_exited)  # type: ignore[attr-defined]
     assert cluster.exists(["cp1/b"]) == [False]
     cluster.close()
 
@@ -74,15 +74,15 @@ def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
     asked = itertools.count()
 
     def noticed() -> bool:
-        second.store.seek([key("a"), key(f"asked {next(asked)}")])
-        return not second.store.far_answers
+        second.store.start_far_lookup([key_of("a"), key_of(f"asked {next(asked)}")])
+        return not second.store.is_far_up
 
     eventually(noticed)
-    assert second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
+    assert second.store.tiers([key_of("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
     near_is_quick(second, "near", within)
     mooncake.kill()
     mooncake.start()
-    eventually(lambda: second.store.far_answers and first.store.far_answers)
+    eventually(lambda: second.store.is_far_up and first.store.is_far_up)
     numbers = itertools.count()
 
     def writes_again() -> bool:

@@ -11,7 +11,7 @@ from time_limits import TimeLimits
 
 from cornplug.processes import ManagedProcess
 from cornplug.store.base import Tier
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 from devkit.far_servers import redis_program
 from devkit.network_hosts import ADDRESSES, NetworkHosts, reason_against
 
@@ -81,9 +81,9 @@ def test_far_tier_of_another_address_is_read_and_one_that_is_cut_off_costs_near_
     eventually(lambda: first.written(1) and second.written(1))
     assert found(second, "a") == payload_of("a", 1500 * KIB)
     network.cut()
-    second.store.seek([key("x")])
+    second.store.start_far_lookup([key_of("x")])
     near_is_quick(second, "near", within)
-    assert second.store.tiers([key("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
+    assert second.store.tiers([key_of("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
     network.mend()
     put(first.store, "b")
     assert found(second, "b") == payload_of("b", 20 * KIB)

@@ -22,7 +22,7 @@ from cornplug.store.base import Tier
 from cornplug.store.disk.record_format import derive_key
 from cornplug.store.far.nixl_client import MemberChannel
 from cornplug.store.far.open_far import FarFailure, FarStore, open_far
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing.store import DEADLINE_S, key_of
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, payload_of, put
@@ -83,7 +83,7 @@ def test_nixl_store_killed_member_is_replaced_empty_and_found_again(
     first.put("cp1/a", b"record")
     eventually(lambda: second.exists(["cp1/a"]) == [True])
     first._client._process.kill()  # type: ignore[attr-defined]
-    eventually(lambda: first._client.ended)  # type: ignore[attr-defined]
+    eventually(lambda: first._client.has_exited)  # type: ignore[attr-defined]
     assert second.get("cp1/a") is None
     assert second.exists(["cp1/a"]) == [False]
     eventually(lambda: answers(first))
@@ -129,7 +129,7 @@ def test_nixl_store_strangers_at_its_port_get_nothing_and_end_nothing(
             while stranger.recv(4096):
                 pass
     wrong = derive_key(b"another secret".ljust(32), salt=None, info=b"cornplug nixl members 1")
-    channel = MemberChannel(socket.create_connection(address), wrong, asks=True, within_s=10)
+    channel = MemberChannel(socket.create_connection(address), wrong, is_client=True, within_s=10)
     channel.send(b"\x94\xa4join\x90\xc4\x00\x00")
     with pytest.raises((OSError, EOFError)):
         channel.receive(10)
@@ -149,9 +149,9 @@ def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(
     eventually(lambda: first.written(1) and second.written(1))
     assert found(second, "a") == payload_of("a", 20 * KIB)
     first.end()
-    second.store.seek([key("x")])
+    second.store.start_far_lookup([key_of("x")])
     near_is_quick(second, "near", within)
-    eventually(lambda: second.store.tiers([key("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
+    eventually(lambda: second.store.tiers([key_of("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
     third = host(nixl)
     put(third.store, "b")
     eventually(lambda: third.written(1))

@@ -66,7 +66,7 @@ def test_record_ring_held_bytes_are_not_written_over(deleted: bool) -> None:
     room = memoryview(bytearray(ROOM))
     ring = RecordRing(room)
     ring.put("a", b"x" * ROOM)
-    with ring.held("a") as place:
+    with ring.hold("a") as place:
         assert place == (0, ROOM)
         if deleted:
             ring.delete("a")
@@ -80,11 +80,11 @@ def test_record_ring_held_bytes_are_not_written_over(deleted: bool) -> None:
 
 
 def test_record_ring_put_gives_up_on_bytes_that_stay_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "_WAIT_S", 0.05)
+    monkeypatch.setattr(nixl_agent, "_OVERWRITE_TIMEOUT_S", 0.05)
     room = memoryview(bytearray(ROOM))
     ring = RecordRing(room)
     ring.put("a", b"x" * ROOM)
-    with ring.held("a"), pytest.raises(TimeoutError, match="has taken"):
+    with ring.hold("a"), pytest.raises(TimeoutError, match="has taken"):
         ring.put("b", b"y")
     assert bytes(room) == b"x" * ROOM
     assert "b" not in ring

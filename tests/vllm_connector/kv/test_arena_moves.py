@@ -15,12 +15,12 @@ from keyed_store import KeyedStore
 
 pytest.importorskip("triton")
 
-from cornplug.store.base import PayloadLocation, place
+from cornplug.store.base import PayloadLocation, encode_location
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import open_arena
+from cornplug.vllm_connector.kv_copies.block_copies import CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
-from cornplug.vllm_connector.kv_copies.copy_sides import CpuSide
 
 from ..conftest import open_in
 from ..late_arena import HostRanges, LateArena, NumpyChecksums
@@ -121,9 +121,9 @@ def test_arena_step_waits_for_no_copy(engine: Make, monkeypatch: pytest.MonkeyPa
     second = engine(accelerator="arena")
     (arena,) = arenas(second)
     done = False
-    device = arena.into.side
-    monkeypatch.setattr(device, "done", lambda end: done and (device.wait(end) or True))
-    monkeypatch.setattr(arena.into, "put_back", lambda slab: None)
+    device = arena.into.backend
+    monkeypatch.setattr(device, "is_done", lambda end: done and (device.wait(end) or True))
+    monkeypatch.setattr(arena.into, "release_slab", lambda slab: None)
     request = second.add("b", PROMPT)
     for _ in range(4):
         second.step()
@@ -156,7 +156,7 @@ def test_arena_save_into_ended_reservation_writes_nothing(engine: Make, store: M
     step = first.schedule()
     for save in step.meta.saves:
         for page in save.pages:
-            store.fences.shut(page.location.fence)
+            store.fences.free_slot(page.location.fence)
     first.update(first.execute(step))
     assert not batches(first)
     first.settle()
@@ -170,14 +170,14 @@ def test_arena_load_past_deadline_is_recomputed(
     second = engine(accelerator="arena")
     (arena,) = arenas(second)
     arena.into.slab_pages = 1
-    begin, begun = arena.into.begin_in, list[Any]()
+    begin, begun = arena.into.begin_copy_in, list[Any]()
 
     def slow(*args: Any) -> Any:
         begun.append(args)
         object.__setattr__(load, "deadline_s", -1.0)
         return begin(*args)
 
-    monkeypatch.setattr(arena.into, "begin_in", slow)
+    monkeypatch.setattr(arena.into, "begin_copy_in", slow)
     second.add("b", PROMPT)
     step = second.schedule()
     (load,) = step.meta.loads
@@ -234,9 +234,10 @@ def test_arena_of_replaced_store_is_left(
     old = set(ranges.ranges)
     assert old
     other = MemoryStore(capacity_bytes=8 << 20)
-    monkeypatch.setattr(connections[-1], "mapped", other.connect().mapped)  # the rank's, made last
-    assert not memory.reaches(bytes(16), 1)
-    assert memory.reaches(other.index.arena_id, 4096)
+    # The connection that the rank has made last.
+    monkeypatch.setattr(connections[-1], "arena_memory", other.connect().arena_memory)
+    assert not memory.can_access(bytes(16), 1)
+    assert memory.can_access(other.index.arena_id, 4096)
     arena.moves.poll()
     end_s = time.monotonic() + 60
     while set(ranges.gone) != old:
@@ -271,14 +272,14 @@ def opened(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         for source, target, size in zip(*(one.tolist() for one in (sources, targets, sizes)), strict=True):
             ctypes.memmove(target, source, size)
 
-    monkeypatch.setattr(arena_moves, "CudaSide", lambda device, urgent=False: CpuSide())
+    monkeypatch.setattr(arena_moves, "CudaBackend", lambda device, urgent=False: CpuBackend())
     monkeypatch.setattr(arena_moves, "DeviceChecksums", lambda device: NumpyChecksums())
     monkeypatch.setattr(arena_moves, "swap_blocks_batch", batch)
 
     def open_(**how: Any) -> Any:
         made.append(
             open_arena(
-                pages, reports, blocks, beside=how.pop("beside", None), share=1.0,
+                pages, reports, blocks, other_group=how.pop("beside", None), slab_share=1.0,
                 sizes=BlockSizes(16, 16), discard=lambda keys: None,
             )
         )  # fmt: skip
@@ -316,7 +317,7 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
     blocks: CacheBlocks = SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
         found = open_arena(
-            pages, SimpleNamespace(), blocks, beside=None, share=1.0, sizes=BlockSizes(16, 16),  # type: ignore[arg-type]
+            pages, SimpleNamespace(), blocks, other_group=None, slab_share=1.0, sizes=BlockSizes(16, 16),  # type: ignore[arg-type]
             discard=lambda keys: None,
         )  # fmt: skip
     assert found is None
@@ -324,5 +325,7 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
 
 
 def test_arena_location_is_read_from_places(engine: Make) -> None:
-    """The layout of `Leases.places`, on which `reaches_load` relies."""
-    assert place(PayloadLocation(bytes(16), 3, 5, 7)) == b"".join(n.to_bytes(8, "little") for n in (3, 5, 7))
+    """The layout of `Leases.places`, on which `can_load` relies."""
+    assert encode_location(PayloadLocation(bytes(16), 3, 5, 7)) == b"".join(
+        n.to_bytes(8, "little") for n in (3, 5, 7)
+    )

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.kv import cache_geometry
-from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry
+from cornplug.vllm_connector.kv.cache_geometry import caches_in_page_order, page_geometry
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 CONFIG: Any = SimpleNamespace(
@@ -229,7 +229,7 @@ def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
     """EAGLE and DeepSeek's MTP number on, a draft model and others begin again."""
     cache = named(*TARGET, draft)
     assert page_geometry(speculating(), cache, 64).layers == 3
-    ordered = in_page_order(speculating(), cache, dict.fromkeys(cache.kv_cache_groups[0].layer_names))  # type: ignore[arg-type]
+    ordered = caches_in_page_order(speculating(), cache, dict.fromkeys(cache.kv_cache_groups[0].layer_names))  # type: ignore[arg-type]
     assert [name.removesuffix(".self_attn.attn") for name in ordered] == [
         "model.layers.0",
         "model.layers.1",
@@ -271,9 +271,9 @@ def test_page_geometry_leaves_out_layers_that_use_anothers_cache() -> None:
     cache = named("model.layers.0")
     assert page_geometry(CONFIG, cache, 64).layers == 1
     caches: Any = dict.fromkeys(["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"])
-    assert list(in_page_order(CONFIG, cache, caches)) == ["model.layers.0.self_attn.attn"]
+    assert list(caches_in_page_order(CONFIG, cache, caches)) == ["model.layers.0.self_attn.attn"]
 
 
 def test_page_order_without_a_planned_cache_is_shorter() -> None:
     """The worker compares it with its layers, and refuses."""
-    assert in_page_order(speculating(), named(*TARGET, "model.layers.2"), {}) == {}
+    assert caches_in_page_order(speculating(), named(*TARGET, "model.layers.2"), {}) == {}

@@ -86,7 +86,7 @@ def test_far_pages_answer_absent_ends_the_wait(
 
 
 def test_far_pages_no_store_that_answers_is_not_waited_for(engine: Make, far: FarShelvedStore) -> None:
-    far.far_answers = False
+    far.is_far_up = False
     second = engine(connect=lambda: far)
     request = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)

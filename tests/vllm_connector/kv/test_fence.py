@@ -15,9 +15,17 @@ from ..rig import Engine
 from .core_rig import BLOCKS, PROMPT, Core
 
 Make = Callable[..., Core]
-HOOKS = ["matched_tokens", "allocated", "moves", "acknowledged", "loaded", "finished", "saves_open"]
+HOOKS = [
+    "matched_tokens",
+    "handle_allocation",
+    "build_metadata",
+    "handle_acks",
+    "finish_load",
+    "finish_request",
+    "has_open_saves",
+]
 """Of the scheduler half."""
-WORKER_HOOKS = ["begin_step", "start_loads", "start_saves", "stepped"]
+WORKER_HOOKS = ["begin_step", "start_loads", "start_saves", "record_step_end"]
 
 
 def fail_in(half: Any, hook: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +55,8 @@ def answers_all(one: Core) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "after"), [(hook, after) for hook in HOOKS for after in (0, 1) if (hook, after) != ("loaded", 1)]
+    ("hook", "after"),
+    [(hook, after) for hook in HOOKS for after in (0, 1) if (hook, after) != ("finish_load", 1)],
 )
 def test_error_in_a_hook_of_the_scheduler_half_ends_sharing_only(
     core: Make,
@@ -90,12 +99,12 @@ class Copy:
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         if self.fails:
             raise ValueError("an event of a lost device")
         return True
 
-    wait = done
+    wait = is_done
 
 
 @pytest.mark.parametrize("how", ["poll", "wait"])
@@ -118,7 +127,7 @@ def test_failed_copy_leaves_the_copies_beside_it(how: str) -> None:
     getattr(mover, how)()
     assert ended == ["a whole", "a over", "b over", "c over", "d whole", "d over"]
     assert mover.is_idle()
-    assert mover.works
+    assert mover.is_healthy
 
 
 def test_copies_that_go_on_failing_are_no_longer_begun() -> None:
@@ -129,6 +138,6 @@ def test_copies_that_go_on_failing_are_no_longer_begun() -> None:
         yield
 
     for _ in range(8):
-        assert mover.works
+        assert mover.is_healthy
         mover.submit(job())
-    assert not mover.works
+    assert not mover.is_healthy

@@ -15,7 +15,7 @@ from vllm.v1.request import RequestStatus
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv import pauses
 from cornplug.vllm_connector.kv.open_saves import OpenSave
-from cornplug.vllm_connector.kv.page_saves import AskedPage
+from cornplug.vllm_connector.kv.page_saves import PendingPage
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
@@ -52,7 +52,7 @@ def asleep(core: Core, store: MemoryStore) -> None:
     core.sleep()
     assert not core.engine.connector.has_pending_push_work()
     assert not kept(core.engine.connector, TrackedRequest)
-    for reader in (AskedPage, OpenSave):
+    for reader in (PendingPage, OpenSave):
         assert not kept(core.engine.saves.freed, reader, (BlockPool,))
     assert core.pool.get_num_free_blocks() == BLOCKS - 1
     assert open_in(store) == (0, 0)
@@ -131,7 +131,7 @@ def test_pages_of_a_finished_request_are_given_up_during_the_copy(
     filler = [(5 * i + 3) % 241 for i in range((BLOCKS - 1) * 16 - 1)]
     one.add(filler)
     began = one.schedule()
-    assert set(began[1].meta.given_up) == {save.name}
+    assert set(began[1].meta.cancelled_saves) == {save.name}
     one.execute(began)
     one.drain()
     asleep(one, store)

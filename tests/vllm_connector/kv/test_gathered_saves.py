@@ -146,7 +146,7 @@ def test_gathered_page_is_dropped_once_weights_are_replaced(
     (request,) = prefilled(made, [31])
     decode(made, [request], 3)
     made.finish(request)
-    monkeypatch.setattr("cornplug.engine_common.weights_guard.replaced", lambda: True)
+    monkeypatch.setattr("cornplug.engine_common.weights_guard.has_replaced_weights", lambda: True)
     made.settle()
     assert stored(made) == 0
     assert set(request.blocks) <= set(made.free_blocks)
@@ -165,7 +165,7 @@ def test_gathered_names_are_forgotten_with_their_requests() -> None:
     assert names & set(kept(requests, str))
     for _ in range(80):
         half.step(hot_path.NO_REQUEST, hot_path.NO_ANSWER)
-    assert not half.scheduler.saves_open()
+    assert not half.scheduler.has_open_saves()
     assert not names & set(kept(requests, str))
 
 
@@ -179,15 +179,19 @@ def test_gathered_request_that_loads_is_looked_at_later() -> None:
     tracked.loading = SimpleNamespace()  # type: ignore[assignment]
     request.num_computed_tokens = 64
     requests._gathered.add(request.request_id)
-    assert requests.completing({}, 0) == []
+    assert requests.find_completing({}, 0) == []
     tracked.loading = None
-    assert requests.completing({request.request_id: 1}, 1) == [(tracked, 65)]
+    assert requests.find_completing({request.request_id: 1}, 1) == [(tracked, 65)]
 
 
 def test_scheduler_steps_that_only_decode_are_timed_once_in_16() -> None:
     half = hot_path.Half(MemoryStore(capacity_bytes=1 << 30).connect())
     requests = [half.request([i]) for i in range(100)]
-    decoding = [bool(half.scheduler.moves(hot_path.output_of(requests)).timed) for _ in range(64)]
+    decoding = [
+        bool(half.scheduler.build_metadata(hot_path.output_of(requests)).timed_step) for _ in range(64)
+    ]
     assert sum(decoding) == 4
-    prompts = [bool(half.scheduler.moves(hot_path.output_of(requests, 2)).timed) for _ in range(64)]
+    prompts = [
+        bool(half.scheduler.build_metadata(hot_path.output_of(requests, 2)).timed_step) for _ in range(64)
+    ]
     assert all(prompts)

@@ -8,7 +8,7 @@ import pytest
 
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import kv_connector
-from cornplug.vllm_connector.cpu_use import REST_S, EngineAlarm, IdleRest
+from cornplug.vllm_connector.cpu_use import BACKOFF_S, IdleBackoff, WakeTimer
 
 from ...store.shelved_store import ShelvedStore
 from ..rig import Engine
@@ -20,34 +20,34 @@ def slept() -> list[float]:
 
 
 @pytest.fixture
-def rest(slept: list[float]) -> IdleRest:
-    return IdleRest(slept.append)
+def rest(slept: list[float]) -> IdleBackoff:
+    return IdleBackoff(slept.append)
 
 
-def test_idle_rest_second_empty_step_sleeps(rest: IdleRest, slept: list[float]) -> None:
+def test_idle_rest_second_empty_step_sleeps(rest: IdleBackoff, slept: list[float]) -> None:
     for _ in range(3):
-        rest.step(empty=True, waits=lambda: True)
-    assert slept == [REST_S, REST_S]
+        rest.sleep_if_idle(is_empty=True, has_pending_work=lambda: True)
+    assert slept == [BACKOFF_S, BACKOFF_S]
 
 
-def test_idle_rest_step_after_one_that_computes_is_not_delayed(rest: IdleRest, slept: list[float]) -> None:
+def test_idle_rest_step_after_one_that_computes_is_not_delayed(rest: IdleBackoff, slept: list[float]) -> None:
     for empty in (True, False, True):
-        rest.step(empty=empty, waits=lambda: True)
+        rest.sleep_if_idle(is_empty=empty, has_pending_work=lambda: True)
     assert not slept
 
 
-def test_idle_rest_engine_that_waits_for_others_is_not_delayed(rest: IdleRest, slept: list[float]) -> None:
+def test_idle_rest_engine_that_waits_for_others_is_not_delayed(rest: IdleBackoff, slept: list[float]) -> None:
     for _ in range(3):
-        rest.step(empty=True, waits=lambda: False)
+        rest.sleep_if_idle(is_empty=True, has_pending_work=lambda: False)
     assert not slept
 
 
 def test_idle_rest_engine_that_other_replicas_wait_for_is_not_delayed(slept: list[float]) -> None:
-    alarm = EngineAlarm()
+    alarm = WakeTimer()
     alarm.bind(lambda: None, in_wave=lambda: True)
-    rest = IdleRest(slept.append, alarm)
+    rest = IdleBackoff(slept.append, alarm)
     for _ in range(3):
-        rest.step(empty=True, waits=lambda: True)
+        rest.sleep_if_idle(is_empty=True, has_pending_work=lambda: True)
     assert not slept
 
 
@@ -62,19 +62,19 @@ def test_idle_rest_request_whose_pages_are_on_disk_lets_the_engine_rest(
     shelved = ShelvedStore(store.connect())
     shelved.shelve_all(store)
     shelved.looks = None
-    monkeypatch.setattr(kv_connector, "IdleRest", lambda: IdleRest(slept.append))
+    monkeypatch.setattr(kv_connector, "IdleBackoff", lambda: IdleBackoff(slept.append))
     second = engine(connect=lambda: shelved)
     second.add("b", prompt)
     for _ in range(4):
         second.step()
-    assert slept == [REST_S] * len(slept)
+    assert slept == [BACKOFF_S] * len(slept)
     assert len(slept) >= 2
 
 
 def test_idle_rest_running_request_is_not_delayed(
     engine: Callable[..., Engine], slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_connector, "IdleRest", lambda: IdleRest(slept.append))
+    monkeypatch.setattr(kv_connector, "IdleBackoff", lambda: IdleBackoff(slept.append))
     only = engine()
     only.add("a", list(range(150)))
     only.step()

@@ -18,7 +18,7 @@ from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.cpu_use import ALARM, EngineAlarm
+from cornplug.vllm_connector.cpu_use import WAKE_TIMER, WakeTimer
 from cornplug.vllm_connector.kv import idle_saves, tracked_requests
 from cornplug.vllm_connector.kv.page_events import PageEvents
 from cornplug.vllm_connector.kv.page_keys import PageKeys
@@ -35,7 +35,7 @@ MakeEngine = Callable[..., Engine]
 
 def remembered(one: Core, kind: type, *beyond: type) -> list[Any]:
     """References to objects of a kind that idle saves alone keep alive."""
-    shared = BlockPool, EngineAlarm, PageEvents, PagePublisher, PageSaves, TrackedRequests
+    shared = BlockPool, WakeTimer, PageEvents, PagePublisher, PageSaves, TrackedRequests
     return kept(one.engine.idle, kind, tuple({*shared, Request, *beyond} - {kind}))
 
 
@@ -88,7 +88,7 @@ def test_idle_saves_engine_with_an_alarm_sleeps_through_the_pause(
 ) -> None:
     """It would step hundreds of times a second for nothing, beside the API server and the store."""
     one, alarms = core(), list[float]()
-    monkeypatch.setattr(ALARM, "set", lambda seconds: alarms.append(seconds) or True)
+    monkeypatch.setattr(WAKE_TIMER, "schedule", lambda seconds: alarms.append(seconds) or True)
     one.answer(PROMPT)
     one.step()
     assert (alarms, one.scheduler.has_requests()) == ([0.05], False)
@@ -108,7 +108,7 @@ def test_idle_saves_wait_while_other_replicas_compute_in_step(
 ) -> None:
     """Of a mixture of experts all replicas wait for each step of each."""
     one, computing = core(), [True]
-    monkeypatch.setattr(ALARM, "replicas_wait", lambda: computing[0])
+    monkeypatch.setattr(WAKE_TIMER, "has_waiting_replicas", lambda: computing[0])
     one.answer(PROMPT)
     for _ in range(5):
         one.step()  # the store's answers come in steps that the request left to be made
@@ -185,7 +185,7 @@ def test_idle_saves_blocks_given_away_during_the_copy_give_it_up(
     filler = [(5 * i + 3) % 241 for i in range((BLOCKS - 1) * 16 - 1)]
     one.add(filler)
     began = one.schedule()
-    assert len(began[1].meta.given_up) == 4 == len(set(began[1].meta.given_up))
+    assert len(began[1].meta.cancelled_saves) == 4 == len(set(began[1].meta.cancelled_saves))
     # A worker copies now at the earliest: what it reads is the other request's.
     one.execute(began)
     one.drain()
@@ -239,7 +239,7 @@ def test_idle_saves_same_tokens_computed_anew_are_another_page(
     assert [block.block_id for block in one.pool.blocks if block.block_hash is not None] == blocks
     one.sleep()
     assert one.saved() == 4
-    pages = PageKeys(SECRET, b"b" * 32, 32, ()).upto(before.prompt_token_ids, 150)
+    pages = PageKeys(SECRET, b"b" * 32, 32, ()).keys_until(before.prompt_token_ids, 150)
     assert store.connect().contains(pages, deadline_s=1) == b"\1" * 4
 
 
@@ -249,16 +249,16 @@ def test_idle_saves_preempted_request_drops_its_earlier_pages(core: Make, store:
     request = one.add(PROMPT, max_tokens=50)
     one.step()
     tracked = tracked_of(one.engine, request.request_id)
-    assert len(tracked.unsaved) == 4
+    assert len(tracked.unsaved_keys) == 4
     assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
     one.scheduler.schedule()
-    assert tracked.unsaved == {}
+    assert tracked.unsaved_keys == {}
 
 
 def test_idle_saves_replaced_weights_drop_remembered_pages(core: Make, store: MemoryStore) -> None:
     one = core()
     one.answer(PROMPT)
-    weights_guard.note_replaced("a test", compat.logger)
+    weights_guard.record_replacement("a test", compat.logger)
     one.sleep()
     assert store.connect().stat(deadline_s=1).used_bytes == 0
     assert not remembered(one, KVCacheBlock)

@@ -23,7 +23,7 @@ def conditions() -> Iterator[tuple[SpinCondition, SpinCondition]]:
     writer = SpinCondition(False, context, address)
     reader = SpinCondition(True, context, address)
     yield writer, reader
-    cpu_use.began(computes=True)
+    cpu_use.record_step_start(computes=True)
     context.destroy(linger=0)
 
 
@@ -35,10 +35,10 @@ def waited_s(reader: SpinCondition, timeout_ms: int | None = None) -> float:
 
 def test_worker_sleeps_after_step_without_tokens(conditions: tuple[SpinCondition, SpinCondition]) -> None:
     _, reader = conditions
-    cpu_use.began(computes=True)
+    cpu_use.record_step_start(computes=True)
     reader.busy_loop_s = 0.01
     time.sleep(0.02)
-    cpu_use.began(computes=False)
+    cpu_use.record_step_start(computes=False)
     reader.record_read()
     assert waited_s(reader) >= 0.04
     assert waited_s(reader, 10) >= 0.008
@@ -50,8 +50,8 @@ def test_worker_spins_a_second_after_step_with_tokens(
 ) -> None:
     _, reader = conditions
     reader.busy_loop_s = 60
-    cpu_use.began(computes=True)
-    cpu_use.began(computes=last)
+    cpu_use.record_step_start(computes=True)
+    cpu_use.record_step_start(computes=last)
     reader.record_read()
     with within(25, "asleep: 50 s"):
         for _ in range(1000):
@@ -63,7 +63,7 @@ def test_sleeping_worker_wakes_at_message(
 ) -> None:
     writer, reader = conditions
     reader.busy_loop_s = 0
-    cpu_use.began(computes=False)
+    cpu_use.record_step_start(computes=False)
     stop = threading.Event()
 
     def notify() -> None:

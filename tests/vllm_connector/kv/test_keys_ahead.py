@@ -45,11 +45,11 @@ def test_keys_ahead_of_long_prompt_leave_none_to_its_lookup(
 ) -> None:
     plugin.register()
     request = Request.from_engine_core_request(arriving(LONG), None)
-    ahead = page_keys.made_for(request)
+    ahead = page_keys.early_keys(request)
     assert ahead is not None
     whole = page_keys.PageKeys(hot_path.SECRET, ahead._root, hot_path.PAGE.page_tokens, ())
-    assert ahead.upto(request.all_token_ids, LONG) == whole.upto(request.all_token_ids, LONG)
-    monkeypatch.setattr(page_keys, "chain", None)
+    assert ahead.keys_until(request.all_token_ids, LONG) == whole.keys_until(request.all_token_ids, LONG)
+    monkeypatch.setattr(page_keys, "hash_chain", None)
     half.lookup(request)
     tracked = kept(half.scheduler, TrackedRequest)[0]
     assert tracked.keys is ahead
@@ -57,8 +57,8 @@ def test_keys_ahead_of_long_prompt_leave_none_to_its_lookup(
 
 def test_keys_ahead_of_short_prompt_are_not_made(half: hot_path.Half) -> None:
     request = half.request(hot_path.prompt(1024, 1))
-    page_keys.received(request)
-    assert page_keys.made_for(request) is None
+    page_keys.compute_early_keys(request)
+    assert page_keys.early_keys(request) is None
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_keys_ahead_of_request_that_needs_a_look_are_not_made(
     request = half.request(hot_path.prompt(LONG, 1))
     for name, value in fields.items():
         setattr(request, name, value)
-    page_keys.received(request)
-    assert page_keys.made_for(request) is None
+    page_keys.compute_early_keys(request)
+    assert page_keys.early_keys(request) is None
 
 
 def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
@@ -86,13 +86,13 @@ def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
 
     monkeypatch.setattr(TrackedRequests, "keys_of", fails)
     request = half.request(hot_path.prompt(LONG, 1))
-    page_keys.received(request)
-    assert page_keys.made_for(request) is None
+    page_keys.compute_early_keys(request)
+    assert page_keys.early_keys(request) is None
 
 
 def test_keys_ahead_without_an_engine_are_not_made(half: hot_path.Half) -> None:
     request = half.request(hot_path.prompt(LONG, 1))
     del half.scheduler
     gc.collect()
-    page_keys.received(request)
-    assert page_keys.made_for(request) is None
+    page_keys.compute_early_keys(request)
+    assert page_keys.early_keys(request) is None

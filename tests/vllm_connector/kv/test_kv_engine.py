@@ -208,7 +208,7 @@ def test_kv_lora_rewritten_and_loaded_again_is_shared_again(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer that writes each version to one folder, and unloads and loads it."""
-    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
+    monkeypatch.setattr(tracked_requests, "BackgroundLoraDigests", LoraDigests)
     write_adapter(tmp_path, b"version 1")
     first = engine()
     first.run("a", PROMPT, lora_request=adapter(tmp_path))
@@ -230,8 +230,8 @@ def test_kv_lora_loaded_in_place_shares_nothing_from_then_on(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM then reads its files in every step: a request that runs may have KV of two versions."""
-    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
-    monkeypatch.setattr(lora_digests, "_reread", set())
+    monkeypatch.setattr(tracked_requests, "BackgroundLoraDigests", LoraDigests)
+    monkeypatch.setattr(lora_digests, "_reread_ids", set())
     write_adapter(tmp_path, b"version 1")
     first = engine(blocks=128)
     running = first.add("running", PROMPT, lora_request=adapter(tmp_path))
@@ -252,8 +252,8 @@ def test_kv_of_requests_without_adapter_beside_adapters_that_leak_is_not_shared(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a request may have KV of the adapter of another one in its batch."""
-    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
-    monkeypatch.setattr(compat, "adapts_neighbours", lambda config: True)
+    monkeypatch.setattr(tracked_requests, "BackgroundLoraDigests", LoraDigests)
+    monkeypatch.setattr(compat, "may_apply_foreign_adapter", lambda config: True)
     write_adapter(tmp_path, b"1")
     first = engine(blocks=128)
     first.run("plain", PROMPT)
@@ -266,7 +266,7 @@ def test_kv_of_requests_without_adapter_beside_adapters_that_leak_is_not_shared(
 def test_kv_pages_are_shared_between_equal_loras(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
+    monkeypatch.setattr(tracked_requests, "BackgroundLoraDigests", LoraDigests)
     loras = []
     for name, data in (("x", b"1"), ("y", b"1"), ("z", b"2")):
         write_adapter(tmp_path / name, data)
@@ -299,7 +299,7 @@ def test_kv_lora_read_on_thread_delays_no_step(
         first.step(chunk=64)
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     reading.set()
-    monkeypatch.setattr(lora_digests, "_CHECK_S", 30)
+    monkeypatch.setattr(lora_digests, "_CHECK_TIMEOUT_S", 30)
     end_s = time.monotonic() + 30
     while True:
         try:
@@ -720,8 +720,8 @@ def test_kv_costs_unmeasured_load_is_tried_and_measured(
     assert rule_of(first).load_s(1 << 20) is None
     second = engine(load_when="pays", tp=2)
     second.run("other", [1, *PROMPT])
-    noticed = LoadRule.noticed
-    with mock.patch.object(LoadRule, "noticed", autospec=True, side_effect=noticed) as noted:
+    noticed = LoadRule.record_delay
+    with mock.patch.object(LoadRule, "record_delay", autospec=True, side_effect=noticed) as noted:
         assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
@@ -736,15 +736,15 @@ def test_kv_costs_cheaper_prefill_skips_load_and_save(engine: Make, faulty: Faul
     engine().run("a", PROMPT)
     second = engine(connect=lambda: faulty, load_when="pays")
     for _ in range(50):
-        rule_of(second).computed(1000, 0.001)
-        rule_of(second).moved(1 << 20, 10.0)
+        rule_of(second).record_step(1000, 0.001)
+        rule_of(second).record_transfer(1 << 20, 10.0)
     assert second.run("b", PROMPT).external_tokens == 0
     assert second.counts["misses", "kv_page", "cheaper"] == 4
     assert "lease" not in faulty.calls
     assert "reserve" not in faulty.calls, "what is there is not offered"
     for _ in range(100):
-        rule_of(second).computed(1000, 1000.0)
-        rule_of(second).moved(1 << 20, 0.001)
+        rule_of(second).record_step(1000, 1000.0)
+        rule_of(second).record_transfer(1 << 20, 0.001)
     assert second.run("c", PROMPT).external_tokens == 128
 
 
@@ -757,7 +757,7 @@ def test_kv_costs_pages_evicted_while_a_request_waits_are_saved(
     request = second.add("b", PROMPT)
     with (
         mock.patch.object(load_offers, "LEASE_S", lease_s),
-        mock.patch.object(LoadCosts, "pays", return_value=False),
+        mock.patch.object(LoadCosts, "should_load", return_value=False),
     ):
         assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
         store.connect().delete([entry.key for entry in store.entries()], deadline_s=1)
@@ -772,14 +772,14 @@ def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:
 
     def measured() -> None:
         for _ in range(100):
-            rule_of(second).computed(100, 0.1)  # 4 pages: 0.128 s
-            rule_of(second).moved(page_bytes, 0.01)  # 4 pages: 0.04 s
+            rule_of(second).record_step(100, 0.1)  # 4 pages: 0.128 s
+            rule_of(second).record_transfer(page_bytes, 0.01)  # 4 pages: 0.04 s
 
     measured()
     costs = second.costs
-    costs.load_began("another", 20)
+    costs.begin_load("another", 20)
     assert second.run("b", PROMPT).external_tokens == 0
-    costs.load_ended("another", whole=False)
+    costs.end_load("another", is_complete=False)
     measured()
     assert second.run("c", PROMPT).external_tokens == 128
     assert costs.queued_bytes == 0
@@ -806,7 +806,7 @@ def test_kv_costs_deadline_follows_prefill_time(engine: Make) -> None:
     costs = engine(load_when="pays").costs
     assert costs.deadline_s(1000) == 20
     for _ in range(50):
-        costs.rule.computed(1000, 1.0)
+        costs.rule.record_step(1000, 1.0)
     assert costs.deadline_s(1000) == pytest.approx(3.0, rel=0.01)
     assert costs.deadline_s(10) == 1.0
     assert costs.deadline_s(1_000_000) == 20
@@ -852,7 +852,7 @@ def test_kv_replaced_weights_end_sharing(engine: Make, store: MemoryStore) -> No
     second = engine()
     waiting = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(waiting, 0)[0] == 128
-    engine_state.current().note_replaced()
+    engine_state.current().mark_weights_unknown()
     second.settle()
     second.check(waiting)
     assert waiting.external_tokens == 0
@@ -884,7 +884,7 @@ def test_kv_identity_error_ends_identifying(engine: Make) -> None:
 
 
 def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornplug.engine_common.weights_guard.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("cornplug.engine_common.weights_guard.INITIAL_WAIT_S", 0.01)
 
     read = threading.Event()
 
@@ -896,7 +896,7 @@ def test_kv_requests_while_weights_are_read_are_misses(engine: Make, monkeypatch
     first.run("a", PROMPT)
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     read.set()
-    assert first.identity.now()[1].wait(30)
+    assert first.identity.current()[1].wait(30)
     first.run("b", [3, *PROMPT])
     assert first.counts["saves", "kv_page", "stored"] == 4
 
@@ -920,7 +920,7 @@ def test_kv_load_failed_by_two_ranks_is_one_miss(engine: Make) -> None:
     second.add("b", PROMPT)
     step = second.schedule()
     for _rank in range(2):
-        second.half.acknowledged(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
+        second.half.handle_acks(CornplugKVWorkerMetadata(failed_loads={"b": "layout"}))
     second.update(second.execute(step))
     second.settle()
     assert second.counts["misses", "kv_page", "layout"] == 1

@@ -20,7 +20,7 @@ def test_page_keys_of_media_equal_vectors_of_both_engines(case: str) -> None:
         for medium in media
     ]
     keys = PageKeys(vectors.SECRET, vectors.ROOT, vectors.PAGE_TOKENS, features)
-    assert [key.hex() for key in keys.upto(tokens, len(tokens))] == vectors.known()[case]
+    assert [key.hex() for key in keys.keys_until(tokens, len(tokens))] == vectors.known()[case]
 
 
 def test_lineages_of_other_row_counts_have_other_vectors() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug import identity
-from cornplug.identity import medium_lineage, placeholder_tokens
+from cornplug.identity import media_lineage, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.media.mm_identifiers import key_of
@@ -45,14 +45,14 @@ def root(**spec: Any) -> bytes:
 
 
 def keys(tokens: list[int], *features: MultiModalFeatureSpec, page: int = 32, **spec: Any) -> list[bytes]:
-    return PageKeys(SECRET, root(**spec), page, features).upto(tokens, len(tokens))
+    return PageKeys(SECRET, root(**spec), page, features).keys_until(tokens, len(tokens))
 
 
 def test_page_keys_are_one_per_whole_page() -> None:
     tokens = prompt(100)
     assert len(keys(tokens)) == 3
     assert len(set(keys(tokens))) == 3
-    assert PageKeys(SECRET, root(), 32, ()).upto(tokens, 31) == []
+    assert PageKeys(SECRET, root(), 32, ()).keys_until(tokens, 31) == []
     assert keys(tokens)[:2] == keys(tokens[:64])
 
 
@@ -91,7 +91,7 @@ def test_page_keys_extended_equal_keys_made_at_once(data: st.DataObject) -> None
     ends = data.draw(st.lists(st.integers(0, 400), max_size=8))
     for end in ends:
         known = tokens[: max([end, *ends[: ends.index(end)]])]
-        assert growing.upto(known, end) == whole[: end // 32]
+        assert growing.keys_until(known, end) == whole[: end // 32]
 
 
 def test_page_keys_of_swapped_images_differ() -> None:
@@ -127,7 +127,7 @@ def test_page_keys_of_other_row_count_differ_from_first_row() -> None:
 def test_page_keys_number_rows_and_keep_tokens_between() -> None:
     """SGLang knows no others. Those that stand for themselves are in the chain as they are."""
     masked = [i % 10 != 9 for i in range(80)]
-    rows = placeholder_tokens(medium_lineage(b"\xaa" * 32, 72))
+    rows = placeholder_tokens(media_lineage(b"\xaa" * 32, 72))
     there = iter([rows[i % 4] for i in range(72)])
     tokens = prompt(160, (40, 80))
     seen = [next(there) if 40 <= i < 120 and masked[i - 40] else tokens[i] for i in range(160)]
@@ -159,7 +159,7 @@ def test_page_keys_end_before_foreign_medium(foreign: str) -> None:
     tokens = prompt(160, (70, 20), (100, 20))
     named = PageKeys(SECRET, root(), 32, [feature(A, 100, 20), feature(foreign, 70, 20)])
     assert named.limit == 70
-    assert named.upto(tokens, 160) == keys(tokens)[:2]
+    assert named.keys_until(tokens, 160) == keys(tokens)[:2]
     several = PageKeys(
         SECRET, root(), 32, [feature(foreign, 100, 20), feature("x", 70, 20), feature("y", 120, 9)]
     )

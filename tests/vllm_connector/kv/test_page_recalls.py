@@ -96,7 +96,7 @@ def test_page_recalls_long_prompt_comes_in_parts(engine: Make, shelved: ShelvedS
 def test_page_recalls_slower_disk_than_computing_is_left_alone(engine: Make, shelved: ShelvedStore) -> None:
     second = engine(connect=lambda: shelved, load_when="pays")
     second.run("warm", OTHER)  # steps are measured
-    second.costs.recalled(1, 100.0)
+    second.costs.record_recall(1, 100.0)
     request = second.add("b", PROMPT)
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert shelved.recalls == []

@@ -27,12 +27,12 @@ def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
     with (
         mock.patch.object(tracked_requests, "kv_identity", return_value=vectors.IDENTITY),
-        recorded(tracked_requests, "LaterAdapters") as adapters,
+        recorded(tracked_requests, "BackgroundLoraDigests") as adapters,
     ):
         made = TrackedRequests(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
     lora = SimpleNamespace(lora_path=path, lora_int_id=1, load_inplace=False) if case.lora else None
     request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
     if lora is not None:
-        adapters[0].read(path, 1)  # another thread would
-    with mock.patch.object(lora_digests, "_CHECK_S", 30):  # a busy machine
+        adapters[0].read_digest(path, 1)  # another thread would
+    with mock.patch.object(lora_digests, "_CHECK_TIMEOUT_S", 30):  # a busy machine
         assert made.root_of(request, vectors.PAGE).hex() == vectors.known()[name]

@@ -27,7 +27,7 @@ class _Later:
     def __init__(self, store: LateStore, answer: Any) -> None:
         self._store, self._answer = store, answer
 
-    def take(self) -> Any:
+    def poll(self) -> Any:
         if self._store.lost:
             raise StoreUnavailable("no answer in time", reason="store_timeout")
         return self._answer if self._store.answers else None
@@ -198,10 +198,10 @@ def test_page_saves_second_sight_of_short_request_is_remembered(engine: Make, la
     request = first.add("a", PROMPT)
     first.step()
     tracked = tracked_of(first, "a")
-    assert len(tracked.asked) == 4
+    assert len(tracked.pending_pages) == 4
     first.finish(request)
     first.step()
-    assert sorted(tracked.unsaved) == [0, 1, 2, 3]
+    assert sorted(tracked.unsaved_keys) == [0, 1, 2, 3]
 
 
 def test_commit_not_answered_yet_keeps_the_engine_stepping(made: Engine, late: LateStore) -> None:

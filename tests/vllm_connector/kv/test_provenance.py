@@ -54,13 +54,13 @@ def test_others_load_is_true_beside_another_connector(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         MultiConnector,
         "_get_connector_classes_and_configs",
-        classmethod(lambda *_: seen.append(page_keys.others_load()) or []),
+        classmethod(lambda *_: seen.append(page_keys.has_other_connectors()) or []),
     )
     monkeypatch.setattr(MultiConnector, "all_children_support_hma", classmethod(lambda *_: True))
     for children in (1, 2):
         MultiConnector(multi(children), SimpleNamespace(), None)  # type: ignore[arg-type]
     assert seen == [False, True]
-    assert not page_keys.others_load()
+    assert not page_keys.has_other_connectors()
 
 
 def test_provenance_computed_tokens_are_saved(beside: Make, engine: Make) -> None:

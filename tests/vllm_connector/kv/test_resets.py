@@ -9,12 +9,12 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from cornplug.store.base import PLACE, PROMOTED
+from cornplug.store.base import LOCATION, PROMOTED
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.testing.store import fill, key
+from cornplug.testing.store import fill, key_of
 from cornplug.vllm_connector import plugin
-from cornplug.vllm_connector.kv.pauses import StoredBefore
+from cornplug.vllm_connector.kv.pauses import ResetFilter
 
 from ..conftest import open_in
 from ..rig import Engine, runtime
@@ -84,17 +84,17 @@ def test_reset_cache_in_a_pause_keeps_the_pages(engine: Make) -> None:
 def test_stored_before_pages_that_came_from_disk_are_old_after_a_reset(store: MemoryStore) -> None:
     connection = store.connect()
     fill(connection, "a", b"x")
-    leases = connection.lease([key("a")], ttl_s=9, deadline_s=1)
-    before = StoredBefore(runtime(connection))
-    offset, size, generation = PLACE.unpack(leases.places)
-    promoted = replace(leases, places=PLACE.pack(offset, size, generation | PROMOTED))
-    assert before.leading_since(promoted) == 1
-    before.begin()
-    assert before.reset
-    assert before.known()
+    leases = connection.lease([key_of("a")], ttl_s=9, deadline_s=1)
+    before = ResetFilter(runtime(connection))
+    offset, size, generation = LOCATION.unpack(leases.locations)
+    promoted = replace(leases, locations=LOCATION.pack(offset, size, generation | PROMOTED))
+    assert before.count_since_reset(promoted) == 1
+    before.begin_reset()
+    assert before.was_reset
+    assert before.can_distinguish()
     fill(connection, "b", b"x")
-    later = connection.lease([key("b")], ttl_s=9, deadline_s=1)
-    assert (before.leading_since(leases), before.leading_since(later)) == (0, 1)
-    assert before.leading_since(promoted) == 0
-    assert before.leading_since(replace(promoted, arena_id=b"o" * 16)) == 0
-    assert before.leading_since(replace(leases, arena_id=b"o" * 16)) == 1
+    later = connection.lease([key_of("b")], ttl_s=9, deadline_s=1)
+    assert (before.count_since_reset(leases), before.count_since_reset(later)) == (0, 1)
+    assert before.count_since_reset(promoted) == 0
+    assert before.count_since_reset(replace(promoted, arena_id=b"o" * 16)) == 0
+    assert before.count_since_reset(replace(leases, arena_id=b"o" * 16)) == 1

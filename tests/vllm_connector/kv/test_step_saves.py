@@ -31,10 +31,10 @@ def test_kv_save_given_up_leaves_other_request_of_step() -> None:
     moves, began, go = held_moves(3, 2)
     moves.worker.start_saves(moves.saves())
     assert began.wait(60)
-    moves.worker.give_up_saves(["0"])
+    moves.worker.cancel_saves(["0"])
     go.set()
     moves.worker.drain()
-    acks = moves.worker.acks()
+    acks = moves.worker.take_acks()
     assert acks is not None
     assert set(acks.written) == {3, 4, 5}
     assert acks.failed_writes == dict.fromkeys((0, 1, 2), HEADS)
@@ -58,7 +58,7 @@ def test_kv_save_takes_blocks_of_its_pages_only(monkeypatch: pytest.MonkeyPatch)
     assert tables == [PAGE // BLOCK]
     moves.worker.start_saves([save])
     moves.worker.drain()
-    acks = moves.worker.acks()
+    acks = moves.worker.take_acks()
     assert acks is not None
     assert len(acks.written) == 40
     moves.worker.close()

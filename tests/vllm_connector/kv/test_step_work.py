@@ -63,14 +63,14 @@ def test_load_offers_derive_few_keys_behind_first_absent_page(monkeypatch: pytes
 
     def chain(prior: bytes, tokens: Any) -> list[bytes]:
         chained.append(len(tokens))
-        return identity.chain(prior, tokens)
+        return identity.hash_chain(prior, tokens)
 
     def keys(secret: bytes, root: bytes, size: int, values: list[bytes]) -> list[bytes]:
         made.append(len(values))
         return identity.page_keys(secret, root, size, values)
 
     saved(engine, hot_path.prompt(40 * SIZE, 1))
-    monkeypatch.setattr(page_keys, "chain", chain)
+    monkeypatch.setattr(page_keys, "hash_chain", chain)
     monkeypatch.setattr(page_keys, "page_keys", keys)
     engine.lookup(engine.request(hot_path.prompt(1000 * SIZE, 2)))
     assert (sum(chained), sum(made)) == (32 * SIZE, 32)
@@ -88,13 +88,13 @@ def test_page_keys_behind_the_engines_own_prefix_make_no_others(monkeypatch: pyt
         made.append(len(values))
         return identity.page_keys(secret, root, size, values)
 
-    whole = page_keys.PageKeys(bytes(32), b"r" * 32, SIZE, ()).upto(tokens, len(tokens))
+    whole = page_keys.PageKeys(bytes(32), b"r" * 32, SIZE, ()).keys_until(tokens, len(tokens))
     monkeypatch.setattr(page_keys, "page_keys", keys)
     lazy = page_keys.PageKeys(bytes(32), b"r" * 32, SIZE, ())
-    assert lazy.of(tokens, range(30, 40)) == whole[30:]
-    assert lazy.of(tokens, [3, 7, 35]) == [whole[3], whole[7], whole[35]]
-    assert lazy.of(tokens, []) == []
-    assert lazy.upto(tokens, len(tokens)) == whole
+    assert lazy.keys_for(tokens, range(30, 40)) == whole[30:]
+    assert lazy.keys_for(tokens, [3, 7, 35]) == [whole[3], whole[7], whole[35]]
+    assert lazy.keys_for(tokens, []) == []
+    assert lazy.keys_until(tokens, len(tokens)) == whole
     assert made == [10, 2, 28]
 
 
@@ -128,7 +128,7 @@ class Twins:
         self.requests: list[Request] = []
         with (
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {})),
-            mock.patch.object(page_keys, "others_load", return_value=own),
+            mock.patch.object(page_keys, "has_other_connectors", return_value=own),
         ):
             self.trackers = [
                 TrackedRequests(config, runtime(store, page_tokens=SIZE), PAGE, Tally()) for _ in range(2)
@@ -141,7 +141,7 @@ class Twins:
     def save_again(self, request: Request, page: int) -> None:
         for tracker, tracked in zip(self.trackers, self.each(request), strict=False):
             tracked.save_again_from(page)
-            tracker.look_at(tracked)
+            tracker.schedule_check(tracked)
 
     def admit(self, request: Request, computed: int) -> None:
         for tracker in self.trackers:
@@ -150,14 +150,14 @@ class Twins:
 
     def step(self, scheduled: dict[str, int], refuse: bool) -> list[tuple[str, int]]:
         """The pages that the first tracker offers; the second one offers the same."""
-        for tracked in self.trackers[1].all():
-            self.trackers[1].look_at(tracked)
+        for tracked in self.trackers[1].list_all():
+            self.trackers[1].schedule_check(tracked)
         offered = []
         for tracker in self.trackers:
             offered.append(
                 [
                     (tracked.request.request_id, index)
-                    for tracked, end in tracker.completing(scheduled, sum(scheduled.values()))
+                    for tracked, end in tracker.find_completing(scheduled, sum(scheduled.values()))
                     for index, _ in tracked.pages_to_save(end, SIZE)
                 ]
             )
@@ -167,8 +167,8 @@ class Twins:
                 for tracker in self.trackers:
                     tracked_here = tracker.get(name)
                     assert tracked_here is not None
-                    tracked_here.refused.add(index)
-                    tracker.look_at(tracked_here)
+                    tracked_here.retry_pages.add(index)
+                    tracker.schedule_check(tracked_here)
         return offered[0]
 
 
@@ -223,7 +223,9 @@ def test_tracked_requests_completing_looks_once_a_page(monkeypatch: pytest.Monke
         twins.admit(request, request.num_tokens - 1)
     looked = 0
     for _ in range(4 * SIZE):
-        due = twins.trackers[0].completing({request.request_id: 1 for request in requests}, len(requests))
+        due = twins.trackers[0].find_completing(
+            {request.request_id: 1 for request in requests}, len(requests)
+        )
         looked += len(due)
         for tracked, end in due:
             tracked.pages_to_save(end, SIZE)
@@ -249,7 +251,7 @@ def test_tracked_requests_beside_other_connectors_are_looked_at_in_each_step() -
     assert offered == [("r", 1)]
     tracked = twins.trackers[0].get("r")
     assert tracked is not None
-    assert tracked.own == OwnTokens(2 * SIZE + 9)
+    assert tracked.own_tokens == OwnTokens(2 * SIZE + 9)
 
 
 def test_kv_scheduler_tells_the_store_what_a_page_cost(

@@ -14,11 +14,10 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 pytest.importorskip("triton")
 
 from cornplug.vllm_connector.kv_copies import arena_copies
-from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv_copies.arena_copies import STATE_WORDS, ArenaCopies
+from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
-from cornplug.vllm_connector.kv_copies.device_checksums import STATE
-from cornplug.vllm_connector.kv_copies.layout import derive
+from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from devkit.cuda_recorder import CudaRecorder, record_cuda
 
 from ..late_arena import STALE_BYTE, BatchCopies, HostRanges, NumpyChecksums
@@ -44,7 +43,7 @@ PAGE_BYTES = HEADS * SEGMENT
 
 
 def blocks_of(of: list[Any], slots: int = BLOCK) -> CacheBlocks:
-    return CacheBlocks(of, [derive(cache, HEADS, slots, DIM, side_by_side) for cache in of], SHAPE)
+    return CacheBlocks(of, [derive_layout(cache, HEADS, slots, DIM, side_by_side) for cache in of], SHAPE)
 
 
 class Store:
@@ -92,7 +91,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     values = fill(source, slots)
     out, device, batch = copies(blocks_of(source, slots), store)
     table = kernel_table(TABLE, BlockSizes(BLOCK, slots))
-    slab = out.begin_out([(table, 0), (table, 2)], store.runs([2, 1]), SEGMENT, None)
+    slab = out.begin_copy_out([(table, 0), (table, 2)], store.runs([2, 1]), SEGMENT, None)
     assert (store.memory[PAGE_BYTES:] == STALE_BYTE).all(), "nothing has arrived yet"
     slab.wait()
     assert torch.equal(store.page(2), page_of(values, 0))
@@ -107,7 +106,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     into, _, _ = copies(blocks_of(target, slots), store)
     store.page(0).copy_(page_of(values, 1))
     start, end = PAGE + 3, 3 * PAGE - 5
-    slab = into.begin_in(table, range(1, 3), store.runs([0, 1]), SEGMENT, (start, end), None)
+    slab = into.begin_copy_in(table, range(1, 3), store.runs([0, 1]), SEGMENT, (start, end), None)
     slab.wait()
     assert slab.checksums() == digests(page_of(values, 1)) + digests(page_of(values, 2))
     tokens = torch.arange(len(TABLE) * BLOCK)
@@ -127,17 +126,17 @@ def test_arena_copies_slabs_in_flight_share_one_buffer() -> None:
     values = fill(source, BLOCK)
     out, device, _ = copies(blocks_of(source), store)
     table = np.array(TABLE)
-    slabs = [out.begin_out([(table, page)], store.runs([page]), SEGMENT, None) for page in range(3)]
+    slabs = [out.begin_copy_out([(table, page)], store.runs([page]), SEGMENT, None) for page in range(3)]
     buffers = {one.data_ptr() for one in device.hosts if one.dtype is not torch.int64}
     assert not buffers, "bytes of a page pass no host memory but the store's"
-    assert not any(slab.done() for slab in slabs)
+    assert not any(slab.is_done() for slab in slabs)
     for page in (2, 0, 1):
         slabs[page].wait()
         assert slabs[page].checksums() == digests(page_of(values, page))
         assert torch.equal(store.page(page), page_of(values, page))
-        out.put_back(slabs[page])
+        out.release_slab(slabs[page])
     hosts = len(device.hosts)
-    out.begin_out([(table, 0)], store.runs([0]), SEGMENT, None).wait()
+    out.begin_copy_out([(table, 0)], store.runs([0]), SEGMENT, None).wait()
     assert len(device.hosts) == hosts, "memory of slabs that ended is used again"
 
 
@@ -146,7 +145,7 @@ def test_arena_copies_load_of_damaged_page_shows_in_checksums() -> None:
     into, _, _ = copies(blocks_of(target), store)
     good = digests(store.page(1))
     store.memory[PAGE_BYTES + SEGMENT + 3] ^= 1
-    slab = into.begin_in(np.array(TABLE), range(1), store.runs([1]), SEGMENT, (0, PAGE), None)
+    slab = into.begin_copy_in(np.array(TABLE), range(1), store.runs([1]), SEGMENT, (0, PAGE), None)
     slab.wait()
     assert [one == other for one, other in zip(slab.checksums(), good, strict=True)] == [True, False, True]
 
@@ -155,7 +154,7 @@ def test_arena_copies_notice_store_memory_that_changes_under_load() -> None:
     """The control of the test's device: a load ends only when the store's bytes have been read."""
     target, store = caches(KVCacheLayout.LBNHC), Store(2)
     into, _, _ = copies(blocks_of(target), store)
-    slab = into.begin_in(np.array(TABLE), range(1), store.runs([1]), SEGMENT, (0, PAGE), None)
+    slab = into.begin_copy_in(np.array(TABLE), range(1), store.runs([1]), SEGMENT, (0, PAGE), None)
     store.memory.fill_(9)
     with pytest.raises(AssertionError, match="changed while it was read"):
         slab.wait()
@@ -166,23 +165,23 @@ def test_arena_copies_failed_slab_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     out, device, _ = copies(blocks_of(caches(KVCacheLayout.LBNHC)), store)
     ends: list[int] = []
     monkeypatch.setattr(device, "wait", ends.append)
-    monkeypatch.setattr(out, "_sum", None)
+    monkeypatch.setattr(out, "_begin_checksums", None)
     with pytest.raises(TypeError):
-        out.begin_out([(np.array(TABLE), 0)], store.runs([0]), SEGMENT, None)
+        out.begin_copy_out([(np.array(TABLE), 0)], store.runs([0]), SEGMENT, None)
     assert ends == [1]
 
 
 def test_arena_copies_work_only_where_device_sums_and_copies_right() -> None:
     store = Store(2)
     blocks = blocks_of(caches(KVCacheLayout.LBNHC))
-    assert copies(blocks, store)[0].works(SEGMENT)
-    assert not copies(blocks, store, batch=lambda *a, **k: None)[0].works(SEGMENT)
+    assert copies(blocks, store)[0].self_test(SEGMENT)
+    assert not copies(blocks, store, batch=lambda *a, **k: None)[0].self_test(SEGMENT)
 
     class Wrong(NumpyChecksums):
         def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
             return super().begin(data, segment_bytes) ^ 1
 
-    assert not copies(blocks, store, checksums=Wrong())[0].works(SEGMENT)
+    assert not copies(blocks, store, checksums=Wrong())[0].self_test(SEGMENT)
 
 
 # -- CUDA without a GPU -----------------------------------------------------------------------
@@ -202,7 +201,7 @@ class _Recorded:
         assert data.device.type == "cuda"
         assert data.is_contiguous()
         self._events.note("summed")
-        return torch.empty(data.nbytes // segment_bytes, STATE, dtype=torch.int64, device=data.device)
+        return torch.empty(data.nbytes // segment_bytes, STATE_WORDS, dtype=torch.int64, device=data.device)
 
 
 def on_cuda(events: CudaRecorder, *, urgent: bool = False) -> ArenaCopies:
@@ -213,9 +212,9 @@ def on_cuda(events: CudaRecorder, *, urgent: bool = False) -> ArenaCopies:
     of = [whole.as_strided((BLOCKS, HEADS, BLOCK, 2 * DIM), order, i * BLOCKS * block) for i in range(LAYERS)]
     with torch.utils._python_dispatch._disable_current_modes():
         like = torch.zeros(LAYERS * BLOCKS * block, dtype=torch.bfloat16).as_strided(of[0].shape, order)
-        layout = derive(like, HEADS, BLOCK, DIM, side_by_side)
+        layout = derive_layout(like, HEADS, BLOCK, DIM, side_by_side)
     blocks, gpu = CacheBlocks(of, [layout] * LAYERS, SHAPE), _Recorded(events)
-    side = CudaSide(blocks.device, urgent=urgent)
+    side = CudaBackend(blocks.device, urgent=urgent)
     return ArenaCopies(blocks, side, gpu, gpu.copy)  # type: ignore[arg-type]
 
 
@@ -224,10 +223,10 @@ def test_arena_copy_out_on_cuda_waits_for_engine_only(monkeypatch: pytest.Monkey
     events, table = CudaRecorder(), np.array(TABLE)
     with record_cuda(events):
         out = on_cuda(events)
-        mark = out.side.mark()
+        mark = out.backend.mark()
         runs = [(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(3)]
-        slab = out.begin_out([(table, page) for page in range(3)], runs, SEGMENT // 2, mark)
-        out.put_back(slab)
+        slab = out.begin_copy_out([(table, page) for page in range(3)], runs, SEGMENT // 2, mark)
+        out.release_slab(slab)
     assert events.events == [
         ("event recorded on", "the engine's"),
         ("our stream waits",),
@@ -247,8 +246,8 @@ def test_arena_copy_in_on_cuda_is_one_batch_of_urgent_stream(monkeypatch: pytest
     with record_cuda(events):
         into = on_cuda(events, urgent=True)
         runs = [(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(2)]
-        mark = into.side.mark()
-        into.begin_in(np.array(TABLE), range(2), runs, SEGMENT // 2, (3, 60), mark)
+        mark = into.backend.mark()
+        into.begin_copy_in(np.array(TABLE), range(2), runs, SEGMENT // 2, (3, 60), mark)
     assert events.events[2:] == [
         ("batch of", 2, "any order"),
         ("summed",),

@@ -25,10 +25,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies import layout as kv_layout
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, kernel_table
-from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
-from cornplug.vllm_connector.kv_copies.layout import derive
+from cornplug.vllm_connector.kv_copies.layout import derive_layout
 from cornplug.vllm_connector.kv_copies.mover import KVMover
 from devkit.cuda_recorder import CudaRecorder, record_cuda
 
@@ -82,7 +81,7 @@ def page_of(values: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def copies(of: list[Any], slots: int, **how: Any) -> BlockCopies:
-    layouts = [derive(cache, HEADS, slots, DIM, side_by_side) for cache in of]
+    layouts = [derive_layout(cache, HEADS, slots, DIM, side_by_side) for cache in of]
     return BlockCopies(of, layouts, (HEADS, LAYERS, 2, PAGE, DIM), **how)
 
 
@@ -96,20 +95,20 @@ def test_block_copies_round_trip_every_vllm_layout(
     values = fill(source, slots)
     side = None if direct else LateDevice()
     table = kernel_table(TABLE, BlockSizes(BLOCK, slots))
-    out = copies(source, slots, direct=direct, side=side)
-    host = out.begin_out([(table, 0), (table, 2)], None).arrived()
+    out = copies(source, slots, direct=direct, backend=side)
+    host = out.begin_copy_out([(table, 0), (table, 2)], None).wait_host()
     assert torch.equal(host[0], page_of(values, 0))
     assert torch.equal(host[1], page_of(values, 2))
 
     target = caches(layout, slots, dtype)
     for cache in target:
         cache.fill_(5)
-    into = copies(target, slots, direct=direct, side=LateDevice() if side else None)
-    slab = into.slab(2)
+    into = copies(target, slots, direct=direct, backend=LateDevice() if side else None)
+    slab = into.next_slab(2)
     slab.host.copy_(torch.stack([page_of(values, 1), page_of(values, 2)]))
     start, end = PAGE + 3, 3 * PAGE - 5
-    into.begin_in(slab, table, 1, 2, (start, end), None)
-    into.settle()
+    into.begin_copy_in(slab, table, 1, 2, (start, end), None)
+    into.wait()
     tokens = torch.arange(len(TABLE) * BLOCK)
     at, slot = torch.from_numpy(table)[tokens // slots], tokens % slots
     expected = caches(layout, slots, dtype)
@@ -123,7 +122,7 @@ def test_block_copies_round_trip_every_vllm_layout(
 @pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
 def test_block_copies_one_allocation_is_one_part(layout: KVCacheLayout) -> None:
     """vLLM's layers lie evenly in one allocation: not a launch for each of them."""
-    assert len(copies(caches(layout), BLOCK, direct=False).blocks.parts) == 1
+    assert len(copies(caches(layout), BLOCK, direct=False).blocks.views) == 1
 
 
 @pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
@@ -137,21 +136,21 @@ def test_block_copies_round_trip_latents(layout: KVCacheLayout, direct: bool) ->
     source = allocated(
         MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=DIM, dtype=torch.float32), layout
     )
-    layouts = [derive(cache, 1, BLOCK, DIM, write, 1) for cache in source]
+    layouts = [derive_layout(cache, 1, BLOCK, DIM, write, 1) for cache in source]
     for cache in source:
         cache.copy_(torch.randn(cache.shape))
     shape, table = (1, LAYERS, 1, PAGE, DIM), np.array(TABLE)
-    out = BlockCopies(source, layouts, shape, direct=direct, side=None if direct else LateDevice())
-    assert direct or len(out.blocks.parts) == 1
-    host = out.begin_out([(table, 2), (table, 0)], None).arrived().clone()
+    out = BlockCopies(source, layouts, shape, direct=direct, backend=None if direct else LateDevice())
+    assert direct or len(out.blocks.views) == 1
+    host = out.begin_copy_out([(table, 2), (table, 0)], None).wait_host().clone()
     blocks = [TABLE[i : i + 2] for i in (4, 0)]
     for page, of in zip(host, blocks, strict=True):
         for layer, cache in enumerate(source):
             assert torch.equal(page[0, layer, 0], cache[list(of)].flatten(0, 2))
-    slab = out.slab(1)
+    slab = out.next_slab(1)
     slab.host.copy_(host[:1])
-    out.begin_in(slab, table, 0, 1, (0, PAGE), None)
-    out.settle()
+    out.begin_copy_in(slab, table, 0, 1, (0, PAGE), None)
+    out.wait()
     for cache in source:
         assert torch.equal(cache[list(blocks[0])], cache[list(blocks[1])])
 
@@ -160,8 +159,8 @@ def test_block_copies_separate_allocations_are_parts() -> None:
     source = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
     values = fill(source, BLOCK)
     out = copies(source, BLOCK, direct=False)
-    assert len(out.blocks.parts) == LAYERS
-    assert torch.equal(out.begin_out([(np.array(TABLE), 1)], None).arrived()[0], page_of(values, 1))
+    assert len(out.blocks.views) == LAYERS
+    assert torch.equal(out.begin_copy_out([(np.array(TABLE), 1)], None).wait_host()[0], page_of(values, 1))
 
 
 def test_derive_layout_across_blocks_is_refused_unallocated(
@@ -172,7 +171,7 @@ def test_derive_layout_across_blocks_is_refused_unallocated(
     for name in ("zeros", "empty", "meshgrid", "full"):
         monkeypatch.setattr(kv_layout.torch, name, lambda *a, **k: made.append(a))
     with pytest.raises(LayoutError, match="VLLM_KV_CACHE_LAYOUT") as error:
-        derive(cache, HEADS, BLOCK, DIM, side_by_side)
+        derive_layout(cache, HEADS, BLOCK, DIM, side_by_side)
     assert error.value.reason == "layout"
     assert not made
 
@@ -184,7 +183,7 @@ def test_copies_into_strided_memory_are_read_stale() -> None:
     """What the mover did before: the control that `LateDevice` sees such a thing."""
     device = LateDevice()
     source = torch.randn(PAGE, HEADS, DIM)
-    host = device.host((HEADS, LAYERS, 2, PAGE, DIM), torch.float32)
+    host = device.allocate_host((HEADS, LAYERS, 2, PAGE, DIM), torch.float32)
     with device:
         host[:, 0, 0].copy_(source.transpose(0, 1), non_blocking=True)
     device.finish()
@@ -196,10 +195,10 @@ def test_block_copies_on_late_device_wait_for_data() -> None:
     device = LateDevice()
     source = caches(KVCacheLayout.LBNHC)
     values = fill(source, BLOCK)
-    out = copies(source, BLOCK, direct=False, side=device)
+    out = copies(source, BLOCK, direct=False, backend=device)
     table = np.array(TABLE)
     for pages in ([0, 1, 2], [2], [1, 0]):
-        host = out.begin_out([(table, page) for page in pages], None).arrived()
+        host = out.begin_copy_out([(table, page) for page in pages], None).wait_host()
         for row, page in enumerate(pages):
             assert torch.equal(host[row], page_of(values, page))
     assert device.pageable == 0
@@ -209,9 +208,9 @@ def test_block_copies_pages_of_several_requests_are_one_slab() -> None:
     device = LateDevice()
     source = caches(KVCacheLayout.LBNHC)
     values = fill(source, BLOCK)
-    out = copies(source, BLOCK, direct=False, side=device)
+    out = copies(source, BLOCK, direct=False, backend=device)
     whole, end = np.array(TABLE), np.array(TABLE[2:])
-    host = out.begin_out([(end, 0), (whole, 0), (whole, 2), (end, 1)], None).arrived()
+    host = out.begin_copy_out([(end, 0), (whole, 0), (whole, 2), (end, 1)], None).wait_host()
     for row, page in enumerate((1, 0, 2, 2)):
         assert torch.equal(host[row], page_of(values, page))
 
@@ -221,39 +220,39 @@ def test_block_copies_slab_ahead_leaves_first_slab_whole() -> None:
     device = LateDevice()
     source = caches(KVCacheLayout.LBNHC)
     values = fill(source, BLOCK)
-    out, table = copies(source, BLOCK, direct=False, side=device), np.array(TABLE)
-    first = out.begin_out([(table, 0)], None)
+    out, table = copies(source, BLOCK, direct=False, backend=device), np.array(TABLE)
+    first = out.begin_copy_out([(table, 0)], None)
     for page in (1, 2, 0, 1):
-        following = out.begin_out([(table, page)], None)
+        following = out.begin_copy_out([(table, page)], None)
         before = following.host.clone()
-        assert torch.equal(first.arrived()[0], page_of(values, (page - 1) % 3))
+        assert torch.equal(first.wait_host()[0], page_of(values, (page - 1) % 3))
         assert torch.equal(following.host, before), "waited for more than its event"
         first = following
-    assert torch.equal(first.arrived()[0], page_of(values, 1))
+    assert torch.equal(first.wait_host()[0], page_of(values, 1))
 
 
 def test_block_copies_slab_into_blocks_is_free_only_after_end() -> None:
     """`LateDevice` notices host memory that changes while the device reads it."""
     device = LateDevice()
     target = caches(KVCacheLayout.LBNHC)
-    into, table = copies(target, BLOCK, direct=False, side=device), np.array(TABLE)
+    into, table = copies(target, BLOCK, direct=False, backend=device), np.array(TABLE)
     for page in (0, 1, 2, 0):
-        slab = into.slab(1)
+        slab = into.next_slab(1)
         slab.host.fill_(page)
-        into.begin_in(slab, table, page, 1, (0, 3 * PAGE), None)
-    into.settle()
+        into.begin_copy_in(slab, table, page, 1, (0, 3 * PAGE), None)
+    into.wait()
     assert {float(target[0][block].unique()) for block in TABLE[:6]} == {0, 1, 2}
 
 
 def test_block_copies_failed_slab_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice()
-    out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, side=device)
+    out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, backend=device)
     ends: list[int] = []
     monkeypatch.setattr(device, "wait", ends.append)
-    monkeypatch.setattr(out.blocks, "parts", [None])
+    monkeypatch.setattr(out.blocks, "views", [None])
     with pytest.raises(AttributeError):
-        out.begin_in(out.slab(1), np.array(TABLE), 0, 1, (0, PAGE), None)
-    out.settle()
+        out.begin_copy_in(out.next_slab(1), np.array(TABLE), 0, 1, (0, PAGE), None)
+    out.wait()
     assert ends == [1]
 
 
@@ -269,7 +268,7 @@ def on_cuda(*, urgent: bool = False) -> BlockCopies:
     real = torch.utils._python_dispatch._disable_current_modes
     with real():
         like = torch.zeros(LAYERS * BLOCKS * block, dtype=torch.bfloat16).as_strided(of[0].shape, order)
-        layout = derive(like, HEADS, BLOCK, DIM, side_by_side)
+        layout = derive_layout(like, HEADS, BLOCK, DIM, side_by_side)
     return BlockCopies(of, [layout] * LAYERS, (HEADS, LAYERS, 2, PAGE, DIM), urgent=urgent)
 
 
@@ -278,8 +277,8 @@ def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None
     events = CudaRecorder()
     with record_cuda(events):
         out = on_cuda()
-        mark = out.side.mark()
-        out.begin_out([(np.array(TABLE), page) for page in pages], mark).arrived()
+        mark = out.backend.mark()
+        out.begin_copy_out([(np.array(TABLE), page) for page in pages], mark).wait_host()
     assert events.events == [
         ("event recorded on", "the engine's"),
         ("our stream waits",),
@@ -295,8 +294,8 @@ def test_copy_in_on_cuda_is_one_pinned_copy_and_wait() -> None:
     events = CudaRecorder()
     with record_cuda(events):
         into = on_cuda(urgent=True)
-        into.begin_in(into.slab(2), np.array(TABLE), 0, 2, (3, 60), into.side.mark())
-        into.settle()
+        into.begin_copy_in(into.next_slab(2), np.array(TABLE), 0, 2, (3, 60), into.backend.mark())
+        into.wait()
     assert events.events[2:] == [
         ("cpu to cuda", "late", "whole", "pinned"),
         ("cpu to cuda", "late", "whole", "pinned"),
@@ -310,7 +309,7 @@ def test_kv_mover_thread_sets_device_of_rank() -> None:
     """Else a rank above 0 makes itself a context, half a gigabyte, on GPU 0."""
     events, done = CudaRecorder(), threading.Event()
     with record_cuda(events):
-        side = CudaSide(torch.device("cuda", 1))
+        side = CudaBackend(torch.device("cuda", 1))
 
     def job() -> Any:
         events.note("job in", threading.current_thread().name)

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """
 import json, os, sys, threading
 import torch
-from cornplug.vllm_connector.kv_copies.copy_sides import leave_compute_cores
+from cornplug.vllm_connector.kv_copies.block_copies import leave_compute_cores
 os.sched_setaffinity(0, {int(core) for core in sys.argv[1:]})
 found = {}
 def run():

@@ -15,9 +15,9 @@ from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 from cornplug.vllm_connector.kv_copies.layout import (
     BlockLayout,
-    CacheValues,
+    ValueFormat,
     WriteOp,
-    derive,
+    derive_layout,
     latent_write_op,
     require_scales,
     write_op,
@@ -62,7 +62,7 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
     shape = heads, 1, len(layout.planes), page_tokens, dim
     for direct in (True, False) if layout.planes[0].strides is not None else (False,):
         copies = BlockCopies([cache], [layout], shape, direct=direct)
-        host = torch.cat([copies.begin_out([(table, page)], None).arrived().clone() for page in pages])
+        host = torch.cat([copies.begin_copy_out([(table, page)], None).wait_host().clone() for page in pages])
         for i, plane in enumerate(layout.planes):
             found = host[:, :, 0, i].transpose(1, 2).flatten(0, 1)
             assert torch.equal(found, plane.gather(cache, *at))
@@ -74,10 +74,10 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
         theirs = cache.clone()
         cache.copy_(before)
         for page in pages:
-            slab = copies.slab(1)
+            slab = copies.next_slab(1)
             slab.host.copy_(host[page : page + 1] + 1)
-            copies.begin_in(slab, table, page, 1, (start, end), None)
-        copies.settle()
+            copies.begin_copy_in(slab, table, page, 1, (start, end), None)
+        copies.wait()
         assert torch.equal(cache, theirs)
         cache.copy_(before)
 
@@ -94,7 +94,7 @@ def test_layout_of_vllm_cpu_operation_round_trips(
     layer = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
     write = write_op(layer)
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
-    layout = derive(cache, heads, size, dim, write)
+    layout = derive_layout(cache, heads, size, dim, write)
     keys, values = layout.planes
     if isa == "amx":
         assert keys.strides is None, "no strides describe tiles"
@@ -119,7 +119,7 @@ def test_layout_of_fp8_in_bytes_is_that_of_vllm_cpu_operation(
     kept = {"_k_scale_float": scales[0], "_v_scale_float": scales[1]}
     write = write_op(SimpleNamespace(impl=impl, isa=isa, **kept))
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=torch.uint8)
-    layout = derive(cache, heads, size, dim, write, values=CacheValues(quantised, scales))
+    layout = derive_layout(cache, heads, size, dim, write, values=ValueFormat(quantised, scales))
     values = torch.randint(-8, 9, (2, size, heads, dim)).to(torch.bfloat16)
     slots = torch.arange(size, 2 * size)
     # Cut off, not rounded: a little more stays the same number.
@@ -164,7 +164,7 @@ def test_layout_with_strides_round_trips(order: str, dtype: torch.dtype) -> None
         cache = torch.zeros(1000 + 3 * heads * size * 2 * dim, dtype=dtype)[1000:].view(
             3, heads, size, 2 * dim
         )
-    layout = derive(cache, heads, size, dim, side_by_side)
+    layout = derive_layout(cache, heads, size, dim, side_by_side)
     assert all(plane.strides is not None for plane in layout.planes)
     check(cache, layout, side_by_side, heads, size, dim)
 
@@ -172,7 +172,7 @@ def test_layout_with_strides_round_trips(order: str, dtype: torch.dtype) -> None
 def test_layout_scatter_leaves_neighbour_layers() -> None:
     whole = torch.full((3, 4, 2, 16, 16), 5.0)
     cache = whole[:, 2]
-    layout = derive(cache, 2, 16, 8, side_by_side)
+    layout = derive_layout(cache, 2, 16, 8, side_by_side)
     assert (whole == 5).all(), "deriving works on a copy"
     for plane in layout.planes:
         plane.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
@@ -193,7 +193,7 @@ def test_layout_without_strides_uses_index() -> None:
                 flat[slot // size, where] = source[i]
 
     cache = torch.zeros(3, heads, size, 2 * dim)
-    layout = derive(cache, heads, size, dim, shuffled)
+    layout = derive_layout(cache, heads, size, dim, shuffled)
     assert all(plane.strides is None for plane in layout.planes)
     check(cache, layout, shuffled, heads, size, dim)
 
@@ -201,13 +201,13 @@ def test_layout_without_strides_uses_index() -> None:
 def test_layout_of_256_bfloat16_slots_round_trips() -> None:
     """256 tokens and 256 channels: a label of 256 would not survive bfloat16 by itself."""
     cache = torch.zeros(3, 1, 256, 512, dtype=torch.bfloat16)
-    layout = derive(cache, 1, 256, 256, side_by_side)
+    layout = derive_layout(cache, 1, 256, 256, side_by_side)
     check(cache, layout, side_by_side, 1, 256, 256)
 
 
 def test_layout_of_one_head_and_channel_round_trips() -> None:
     cache = torch.zeros(3, 1, 16, 2)
-    check(cache, derive(cache, 1, 16, 1, side_by_side), side_by_side, 1, 16, 1)
+    check(cache, derive_layout(cache, 1, 16, 1, side_by_side), side_by_side, 1, 16, 1)
 
 
 # -- latents ----------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class LatentBackend:
 def test_layout_of_vllm_cpu_latents_round_trips(dtype: torch.dtype, size: int) -> None:
     write = latent_write_op(mla_layer(object.__new__(cpu_mla.CPUMLAImpl), RANK, ROTARY))
     cache = torch.zeros(3, 1, size, RANK + ROTARY, dtype=dtype)
-    layout = derive(cache, 1, size, RANK + ROTARY, write, 1)
+    layout = derive_layout(cache, 1, size, RANK + ROTARY, write, 1)
     check(cache, layout, write, 1, size, RANK + ROTARY)
 
 
@@ -249,7 +249,7 @@ def test_layout_of_latents_with_strides_round_trips(order: str) -> None:
     else:
         cache = torch.zeros(3, 1, size, dim + 4)[..., :dim]
     write = latent_write_op(mla_layer(LatentBackend(), RANK, ROTARY))
-    layout = derive(cache, 1, size, dim, write, 1)
+    layout = derive_layout(cache, 1, size, dim, write, 1)
     assert layout.planes[0].strides is not None
     check(cache, layout, write, 1, size, dim)
 
@@ -261,19 +261,19 @@ def test_layout_of_576_wide_latents_round_trips() -> None:
         cache.view(-1, 576)[slots] = latent.squeeze(1)
 
     cache = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
-    check(cache, derive(cache, 1, 64, 576, write, 1), write, 1, 64, 576)
+    check(cache, derive_layout(cache, 1, 64, 576, write, 1), write, 1, 64, 576)
 
 
 def test_derive_latents_without_permutation_are_refused() -> None:
     write = latent_write_op(mla_layer(LatentBackend(loses=1), RANK, ROTARY))
     with pytest.raises(LayoutError, match="does not permute"):
-        derive(torch.zeros(3, 1, 16, RANK + ROTARY), 1, 16, RANK + ROTARY, write, 1)
+        derive_layout(torch.zeros(3, 1, 16, RANK + ROTARY), 1, 16, RANK + ROTARY, write, 1)
 
 
 def test_derive_latents_in_cache_of_two_planes_are_refused() -> None:
     write = latent_write_op(mla_layer(LatentBackend(), RANK, ROTARY))
     with pytest.raises(LayoutError, match="shape"):
-        derive(torch.zeros(3, 1, 16, 2 * (RANK + ROTARY)), 1, 16, RANK + ROTARY, write, 1)
+        derive_layout(torch.zeros(3, 1, 16, 2 * (RANK + ROTARY)), 1, 16, RANK + ROTARY, write, 1)
 
 
 # -- refusals ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class ChangesItsMind:
 )  # fmt: skip
 def test_derive_write_without_permutation_is_refused(write: WriteOp) -> None:
     with pytest.raises(LayoutError) as error:
-        derive(torch.zeros(3, 2, 32, 32), 2, 32, 16, write)
+        derive_layout(torch.zeros(3, 2, 32, 32), 2, 32, 16, write)
     assert error.value.reason == "layout"
 
 
@@ -340,7 +340,7 @@ def test_layout_padding_between_tokens_is_untouched() -> None:
     """A view into a padded allocation is a permutation of the block's own elements."""
     whole = torch.full((3, 2, 16, 24), 9.0)
     cache = whole[..., :16]
-    layout = derive(cache, 2, 16, 8, side_by_side)
+    layout = derive_layout(cache, 2, 16, 8, side_by_side)
     check(cache, layout, side_by_side, 2, 16, 8)
     assert (whole[..., 16:] == 9).all()
 
@@ -348,7 +348,7 @@ def test_layout_padding_between_tokens_is_untouched() -> None:
 @pytest.mark.parametrize("shape", [(3, 2, 16, 17), (3, 3, 16, 16), (3, 2, 32, 16), (2, 3, 2, 16, 8), (3, 16)])
 def test_derive_other_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(LayoutError, match="shape"):
-        derive(torch.zeros(shape), 2, 16, 8, side_by_side)
+        derive_layout(torch.zeros(shape), 2, 16, 8, side_by_side)
 
 
 def test_write_op_layer_without_operation_is_refused() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from collaborators import recorded
 
-from cornplug.engine_common.runtime import OffStore
+from cornplug.engine_common.runtime import NullStore
 from cornplug.errors import StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector.kv_copies import registered_memory
@@ -54,15 +54,15 @@ class Rig:
                 self.device.register,
                 self.device.unregister,
                 lambda: self.entered.append(threading.current_thread().name),
-                **({"least_bytes": 4 * PAGE, "most_bytes": 8 * PAGE} | how),
+                **({"min_bytes": 4 * PAGE, "max_bytes": 8 * PAGE} | how),
             )
         self.thread = threads[0]
         self.idle = True
         self._is_idle = lambda: self.idle
-        self.memory.join(self._is_idle)
+        self.memory.add_user(self._is_idle)
 
-    def mapped(self, arena_id: bytes) -> memoryview | None:
-        return self.stores[-1].connect().mapped(arena_id)
+    def arena_memory(self, arena_id: bytes) -> memoryview | None:
+        return self.stores[-1].connect().arena_memory(arena_id)
 
     @property
     def arena_id(self) -> bytes:
@@ -70,18 +70,18 @@ class Rig:
 
     @property
     def address(self) -> int:
-        view = self.mapped(self.arena_id)
+        view = self.arena_memory(self.arena_id)
         assert view is not None
         return int(np.frombuffer(view, np.uint8).ctypes.data)
 
     def reaches(self, end: int) -> bool:
-        return self.memory.reaches(self.arena_id, end)
+        return self.memory.can_access(self.arena_id, end)
 
     def settle(self) -> None:
         self.thread.submit(lambda: None).result(60)
 
     def leave(self) -> None:
-        self.memory.leave(self._is_idle)
+        self.memory.remove_user(self._is_idle)
 
 
 @pytest.fixture
@@ -117,14 +117,14 @@ def test_registered_memory_of_grown_store_is_bounded_runs(rig: Rig) -> None:
     rig.settle()
     assert [size // PAGE for _, size in rig.device.registered] == [8, 8, 4]
     base = rig.address
-    assert rig.memory.runs(rig.arena_id, 7 * PAGE, 10 * PAGE) == [
+    assert rig.memory.byte_ranges(rig.arena_id, 7 * PAGE, 10 * PAGE) == [
         (base + 7 * PAGE, PAGE),
         (base + 8 * PAGE, 8 * PAGE),
         (base + 16 * PAGE, PAGE),
     ]
-    assert rig.memory.runs(rig.arena_id, 8 * PAGE, 8 * PAGE) == [(base + 8 * PAGE, 8 * PAGE)]
+    assert rig.memory.byte_ranges(rig.arena_id, 8 * PAGE, 8 * PAGE) == [(base + 8 * PAGE, 8 * PAGE)]
     with pytest.raises(StoreUnavailable):
-        rig.memory.runs(rig.arena_id, 16 * PAGE, 5 * PAGE)
+        rig.memory.byte_ranges(rig.arena_id, 16 * PAGE, 5 * PAGE)
 
 
 def test_registered_memory_is_asked_without_waiting(rig: Rig) -> None:
@@ -159,33 +159,33 @@ def test_registered_memory_of_ended_store_stays_while_copies_run(rig: Rig) -> No
     rig.stores.append(MemoryStore(capacity_bytes=64 * PAGE))
     assert not rig.reaches(4 * PAGE)
     with pytest.raises(StoreUnavailable):
-        rig.memory.runs(first, 0, PAGE)
+        rig.memory.byte_ranges(first, 0, PAGE)
     rig.settle()
     rig.idle = False
-    rig.memory.forget_ended()
+    rig.memory.unregister_previous()
     rig.settle()
     assert len(rig.device.registered) == 2
     rig.idle = True
-    rig.memory.forget_ended()
+    rig.memory.unregister_previous()
     rig.settle()
     assert [address for address, _ in rig.device.registered] == [rig.address]
     # A late question for the old one changes nothing.
-    assert not rig.memory.reaches(first, PAGE)
+    assert not rig.memory.can_access(first, PAGE)
     assert rig.reaches(4 * PAGE)
 
 
 def test_registered_memory_last_user_unregisters_all() -> None:
     rig = Rig()
     other = lambda: True  # noqa: E731
-    rig.memory.join(other)
+    rig.memory.add_user(other)
     rig.reaches(20 * PAGE)
     rig.settle()
-    rig.memory.leave(other)
+    rig.memory.remove_user(other)
     assert rig.device.registered
     rig.leave()
     assert not rig.device.registered
 
 
 def test_registered_memory_of_store_without_mapping_reaches_nothing() -> None:
-    memory = RegisteredMemory(OffStore("off"), lambda *_: True, lambda _: None, lambda: None)
-    assert not memory.reaches(bytes(16), PAGE)
+    memory = RegisteredMemory(NullStore("off"), lambda *_: True, lambda _: None, lambda: None)
+    assert not memory.can_access(bytes(16), PAGE)

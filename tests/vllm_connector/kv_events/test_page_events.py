@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 
 from cornplug.engine_common import engine_state
-from cornplug.engine_common.runtime import OffStore
+from cornplug.engine_common.runtime import NullStore
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.testing import FaultyStore
@@ -129,7 +129,7 @@ def test_page_events_page_that_the_store_has_already_is_announced(announcing: Ma
     writer, other = announcing(), announcing()
     writer.answer(PROMPT)
     writer.sleep()
-    other.engine.offers.tokens = lambda tracked, computed: 0
+    other.engine.offers.offered_tokens = lambda tracked, computed: 0
     other.answer(PROMPT)
     other.sleep()
     assert other.saved("present") == 4
@@ -204,7 +204,7 @@ def test_page_events_replaced_weights_remove_all(announcing: Make) -> None:
     one.answer(PROMPT)
     one.sleep()
     assert one.known()
-    engine_state.current().note_replaced(True)
+    engine_state.current().mark_weights_unknown(True)
     one.rest()
     assert one.known() == set()
 
@@ -241,11 +241,11 @@ def test_page_events_salt_and_adapter_are_in_the_names_as_in_vllms(announcing: M
     request.cache_salt = "tenant"
     request.lora_request = LoRARequest("french", 7, "/lora")
     spans = BlockSpans(one.pool, one.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec, 0, 32)
-    named = spans.named(request, 0, 9)
+    named = spans.span_contents(request, 0, 9)
     assert len(named) == 4, "vLLM has not hashed a block that is not full"
-    assert spans.named(request, 4, 1) == []
+    assert spans.span_contents(request, 4, 1) == []
     assert named[0].extra_keys == [("french", "tenant"), ("french",)]
-    event = spans.stored(named[1], "CPU")
+    event = spans.stored_event(named[1], "CPU")
     assert (event.lora_id, event.lora_name, event.extra_keys) == (7, "french", [("french",)] * 2)
 
 
@@ -290,13 +290,15 @@ def test_page_events_step_without_a_look_makes_two_calls(announcing: Make, clock
         one.engine.connector.take_events()
     finally:
         sys.setprofile(None)
-    assert calls == ["take"]
+    assert calls == ["take_events"]
 
 
 def test_page_events_store_that_tells_no_evictions_is_in_no_event(caplog: pytest.LogCaptureFixture) -> None:
     settings = SimpleNamespace(enable_kv_cache_events=True)
-    blind: Any = SimpleNamespace(store=OffStore("off"))
-    found = page_events.page_events(SimpleNamespace(kv_events_config=settings), blind, SimpleNamespace())  # type: ignore[arg-type]
+    blind: Any = SimpleNamespace(store=NullStore("off"))
+    found = page_events.create_page_events(
+        SimpleNamespace(kv_events_config=settings), blind, SimpleNamespace()
+    )  # type: ignore[arg-type]
     assert found is None
     assert "does not report evictions" in caplog.text
 
@@ -304,7 +306,7 @@ def test_page_events_store_that_tells_no_evictions_is_in_no_event(caplog: pytest
 def test_page_events_look_at_all_pages_in_a_few_seconds(
     announcing: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_events, "_LOOKED_AT", 1)
+    monkeypatch.setattr(page_events, "_SPANS_PER_CHECK", 1)
     one = announcing()
     one.answer(PROMPT)
     one.sleep()
@@ -323,5 +325,5 @@ def test_page_events_name_media_without_their_data(announcing: Make) -> None:
     feature = MultiModalFeatureSpec(object(), "image", "cp1-a", PlaceholderRange(offset=2, length=20), "h")  # type: ignore[arg-type]
     request.mm_features = [feature]
     spans = BlockSpans(one.pool, one.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec, 0, 32)
-    (named,) = spans.named(request, 0, 1)
+    (named,) = spans.span_contents(request, 0, 1)
     assert named.extra_keys == [(("cp1-a", 2),), (("cp1-a", -14),)]

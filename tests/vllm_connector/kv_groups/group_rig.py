@@ -94,7 +94,7 @@ class GroupCore:
         run = lambda extra: runtime(connect(), page_tokens=page_tokens, **fields)  # noqa: E731
         ours, self.ranks = self._config(), []
         with (
-            mock.patch.object(kv_connector, "runtime", side_effect=run),
+            mock.patch.object(kv_connector, "get_runtime", side_effect=run),
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "rig"})),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=tp),
             recorded(kv_connector, "KVScheduler") as halves,

@@ -60,8 +60,8 @@ def test_group_far_stores_that_are_silent_are_not_asked(
     cores: Make, far: FarShelvedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys of 512 absent pages take a millisecond of the engine's thread."""
-    far.far_answers = False
-    monkeypatch.setattr(far, "seek", lambda keys: pytest.fail("asked"))
+    far.is_far_up = False
+    monkeypatch.setattr(far, "start_far_lookup", lambda keys: pytest.fail("asked"))
     second = cores(connect=lambda: far)
     second.answer(PROMPT)
     assert (second.loaded(), second.failed) == (0, 0)

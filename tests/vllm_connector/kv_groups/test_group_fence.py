@@ -26,7 +26,7 @@ def answers_all(core: GroupCore) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("hook", [*HOOKS, "frees_pending"])
+@pytest.mark.parametrize("hook", [*HOOKS, "has_pending_frees"])
 def test_error_in_a_hook_of_the_scheduler_half_of_groups_ends_sharing_only(
     cores: Make, monkeypatch: pytest.MonkeyPatch, hook: str, after: int
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.kv.group_offers import GroupOffers
+from cornplug.vllm_connector.kv.cache_groups import GroupOffers
 
 from ..rig import runtime
 
@@ -18,17 +18,19 @@ SIZE, BLOCK = 32, 16
 
 
 def kind(window: int) -> Any:
-    def needed_from(end: int) -> int:
+    def first_needed_token(end: int) -> int:
         return max(0, end - window + 1) // BLOCK * BLOCK if window else 0
 
     return SimpleNamespace(
-        whole=not window, needed_from=needed_from, geometry=SimpleNamespace(page_tokens=SIZE)
+        needs_all_pages=not window,
+        first_needed_token=first_needed_token,
+        geometry=SimpleNamespace(page_tokens=SIZE),
     )
 
 
 def offers_over(kinds: list[Any], contains: Callable[..., bytes]) -> Any:
     """Offers of a store that only answers lookups."""
-    store, unused = SimpleNamespace(contains=contains, has_disk=False, far_answers=False), SimpleNamespace()
+    store, unused = SimpleNamespace(contains=contains, has_disk=False, is_far_up=False), SimpleNamespace()
     run = runtime(store, deadline_s=1)  # type: ignore[arg-type]
     return GroupOffers(run, kinds, [], Tally(), unused, unused)  # type: ignore[arg-type]
 
@@ -41,7 +43,7 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
     stored = {
         (i, page) for i in range(3) for page in range(pages) if chance.random() < chance.choice([0.5, 1])
     }
-    keys = [SimpleNamespace(of=lambda _, wanted, i=i: [(i, page) for page in wanted]) for i in range(3)]
+    keys = [SimpleNamespace(keys_for=lambda _, wanted, i=i: [(i, page) for page in wanted]) for i in range(3)]
     asked: list[Any] = []
 
     def contains(keys: list[Any], deadline_s: float) -> bytes:
@@ -52,13 +54,15 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
 
     def whole(end: int) -> bool:
         needed = (
-            (i, max(computed, k.needed_from(end * SIZE)) // SIZE) for i, k in enumerate(kinds) if not k.whole
+            (i, max(computed, k.first_needed_token(end * SIZE)) // SIZE)
+            for i, k in enumerate(kinds)
+            if not k.needs_all_pages
         )
         return all((i, page) in stored for i, first in needed for page in range(first, end))
 
     longest = max((end for end in range(pages + 1) if end * SIZE > computed and whole(end)), default=0)
     tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
-    assert offers._end_with_tails(tracked, computed, pages, keys) == longest
+    assert offers._longest_hit(tracked, computed, pages, keys) == longest
     assert len(set(asked)) == len(asked)
 
 
@@ -72,7 +76,7 @@ def test_group_offers_questions_are_few_however_far_states_are_apart(apart: int)
         return bytes(page % apart == 0 for page in keys)
 
     offers = offers_over([kind(0), kind(2)], contains)
-    keys: Any = [SimpleNamespace(of=lambda _, pages: pages)] * 2
+    keys: Any = [SimpleNamespace(keys_for=lambda _, pages: pages)] * 2
     tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
-    assert offers._end_with_tails(tracked, 0, 1000, keys) == 999 // apart * apart + 1
+    assert offers._longest_hit(tracked, 0, 1000, keys) == 999 // apart * apart + 1
     assert len(questions) <= 7 + apart / 60

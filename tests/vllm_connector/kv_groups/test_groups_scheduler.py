@@ -82,7 +82,7 @@ def test_groups_scheduler_pages_that_do_not_pay_to_load_are_not_offered(
     first, second = cores(), cores()
     first.answer(PROMPT)
     first.settle()
-    with mock.patch.object(LoadCosts, "pays", return_value=False):
+    with mock.patch.object(LoadCosts, "should_load", return_value=False):
         second.answer(PROMPT)
         second.settle()
     assert second.loaded() == 0
@@ -100,7 +100,7 @@ def test_groups_scheduler_absent_pages_before_a_window_are_saved_again(
     first.settle()
     absent = store.entries()[nth].key
     store.connect().delete([absent], deadline_s=1)
-    with mock.patch.object(LoadCosts, "pays", return_value=False):
+    with mock.patch.object(LoadCosts, "should_load", return_value=False):
         second.answer(PROMPT)
         second.settle()
     assert (second.loaded(), second.saved()) == (0, 1)
@@ -117,7 +117,7 @@ def test_groups_scheduler_pages_evicted_while_a_request_waits_are_saved(
     request = second.add(PROMPT)
     with (
         mock.patch.object(load_offers, "LEASE_S", -1.0),
-        mock.patch.object(LoadCosts, "pays", return_value=False),
+        mock.patch.object(LoadCosts, "should_load", return_value=False),
     ):
         assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
         entries = store.entries()
@@ -163,8 +163,8 @@ def test_groups_scheduler_other_window_is_another_model(cores: Make) -> None:
 def test_groups_scheduler_second_sighting_is_saved_from_the_engines_own_cache(
     cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_saves, "_SETTLE_S", 1e9)
-    monkeypatch.setattr(idle_saves, "_LIMIT_S", 0)
+    monkeypatch.setattr(idle_saves, "_IDLE_DELAY_S", 1e9)
+    monkeypatch.setattr(idle_saves, "_MAX_IDLE_S", 0)
     first = cores(save="second")
     first.answer([*PROMPT[:200], *[300] * 30])
     assert first.saved() == 0
@@ -180,8 +180,8 @@ def test_groups_scheduler_second_sighting_is_saved_from_the_engines_own_cache(
 def test_groups_scheduler_hit_of_weak_hash_is_not_saved(
     cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_saves, "_SETTLE_S", 1e9)
-    monkeypatch.setattr(idle_saves, "_LIMIT_S", 0)
+    monkeypatch.setattr(idle_saves, "_IDLE_DELAY_S", 1e9)
+    monkeypatch.setattr(idle_saves, "_MAX_IDLE_S", 0)
     first = cores(save="second", hash_algo="xxhash")
     for last in (300, 301, 302):
         first.answer([*PROMPT[:200], *[last] * 30])
@@ -193,7 +193,7 @@ def test_groups_scheduler_hit_of_weak_hash_is_not_saved(
 def test_groups_scheduler_idle_engine_saves_what_was_used_once(
     cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_saves, "_SETTLE_S", 0)
+    monkeypatch.setattr(idle_saves, "_IDLE_DELAY_S", 0)
     first = cores(save="second")
     first.answer(PROMPT)
     assert first.saved() == 0

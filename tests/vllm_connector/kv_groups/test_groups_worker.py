@@ -26,7 +26,7 @@ class Recorder:
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         self.names = list(caches)
 
-    def refuse(self, error: LayoutError) -> None:
+    def report_unusable(self, error: LayoutError) -> None:
         self.refused = error.reason
 
 

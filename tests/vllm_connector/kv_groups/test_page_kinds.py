@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv.page_kinds import page_kinds, whole_page
+from cornplug.vllm_connector.kv.page_kinds import combined_page_size, page_kinds
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SIZES)
@@ -29,11 +29,11 @@ def windowed(**fields: Any) -> SlidingWindowSpec:
     return SlidingWindowSpec(**{**SIZES, "sliding_window": 100, **fields})
 
 
-def planned(*specs: Any, **of_group: Any) -> KVCacheConfig:
+def planned(*specs: Any, **group_key: Any) -> KVCacheConfig:
     """A cache of one group a spec; layers take turns, as in vLLM's plan."""
     names = [f"model.layers.{i}.self_attn.attn" for i in range(2 * len(specs))]
     groups = [
-        KVCacheGroupSpec(names[i :: len(specs)], spec, **(of_group if i == 0 else {}))
+        KVCacheGroupSpec(names[i :: len(specs)], spec, **(group_key if i == 0 else {}))
         for i, spec in enumerate(specs)
     ]
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -64,7 +64,7 @@ def test_page_kinds_of_windows_and_full_attention_name_layers_and_window() -> No
     assert [(kind.geometry.group, kind.geometry.window) for kind in kinds] == [((0, 2), 100), ((1, 3), 0)]
     assert kinds[0].geometry.shape == (2, 2, 2, 64, 32)
     assert kinds[0].geometry.spec()["group"] == {"layers": [0, 2], "window": 100}
-    assert whole_page(kinds).page_bytes == 2 * kinds[0].geometry.page_bytes
+    assert combined_page_size(kinds).page_bytes == 2 * kinds[0].geometry.page_bytes
 
 
 def test_page_kinds_of_fp8_are_bytes() -> None:
@@ -108,7 +108,7 @@ def test_page_kinds_of_two_caches_in_one_layer_are_refused() -> None:
 )
 def test_page_kind_needed_from_is_the_block_that_vllm_keeps(end: int, first: int) -> None:
     kind = page_kinds(config(), planned(windowed(), FULL), 64)[0]
-    assert kind.needed_from(end) == first
+    assert kind.first_needed_token(end) == first
 
 
 REFUSED = [
@@ -143,9 +143,9 @@ def test_page_kinds_of_other_engines_are_refused(ours: Any, reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    "of_group",
+    "group_key",
     [{"host_resident": True}, {"enable_kv_transfer": False}, {"role": KVCacheGroupRole.HISPARSE_SOURCE}],
 )
-def test_page_kinds_of_a_group_with_a_role_are_refused(of_group: dict[str, Any]) -> None:
+def test_page_kinds_of_a_group_with_a_role_are_refused(group_key: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):
-        page_kinds(config(), planned(FULL, windowed(), **of_group), 64)
+        page_kinds(config(), planned(FULL, windowed(), **group_key), 64)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv.page_kinds import OF_STATES, page_kinds, whole_page
+from cornplug.vllm_connector.kv.page_kinds import STATE_FIELDS, combined_page_size, page_kinds
 
 FULL = FullAttentionSpec(block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 
@@ -58,16 +58,16 @@ QWEN3_NEXT = [([3], FULL), ([0, 1], state()), ([2, 4, 5], state())]
 def test_state_pages_are_blocks_whatever_pages_other_models_have() -> None:
     kinds = page_kinds(config(), planned(*QWEN3_NEXT), 64)
     assert [kind.geometry.page_tokens for kind in kinds] == [528] * 3
-    assert [kind.whole for kind in kinds] == [True, False, False]
+    assert [kind.needs_all_pages for kind in kinds] == [True, False, False]
     page = kinds[2].geometry
     content = 3 * 8 * 2 + 2 * 4 * 4 * 4
     assert (page.shape, page.page_bytes, page.group) == ((1, 3, 1, 1, content), 3 * content, (2, 4, 5))
-    assert whole_page(kinds).page_bytes == 528 * 2 * 2 * 32 * 2 + 5 * content
+    assert combined_page_size(kinds).page_bytes == 528 * 2 * 2 * 32 * 2 + 5 * content
 
 
 @pytest.mark.parametrize(("end", "first"), [(0, 0), (528, 0), (1056, 528), (5280, 4752)])
 def test_state_page_needed_is_the_one_before_the_end(end: int, first: int) -> None:
-    assert page_kinds(config(), planned(*QWEN3_NEXT), 64)[1].needed_from(end) == first
+    assert page_kinds(config(), planned(*QWEN3_NEXT), 64)[1].first_needed_token(end) == first
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,11 @@ def test_state_pages_of_layers_with_nothing_or_two_caches_are_pages(layers: list
 def test_state_pages_numbered_behind_the_layers_are_pages() -> None:
     """Falcon-H1: each layer has attention, and a state under a number that goes on from the last layer."""
     full, states = page_kinds(config(), planned(([0, 1, 2, 3, 4, 5], FULL), ([*range(6, 12)], state())), 64)
-    assert (full.whole, full.geometry.layers, states.geometry.group) == (True, 6, (6, 7, 8, 9, 10, 11))
+    assert (full.needs_all_pages, full.geometry.layers, states.geometry.group) == (
+        True,
+        6,
+        (6, 7, 8, 9, 10, 11),
+    )
 
 
 @pytest.mark.parametrize("kind", list(MambaAttentionBackendEnum))
@@ -157,4 +161,4 @@ def test_state_pages_of_other_plans_are_refused(ours: Any, groups: Any, reason: 
 
 
 def test_state_pages_know_every_field_that_may_differ() -> None:
-    assert set(OF_STATES) <= {field.name for field in fields(MambaSpec)}
+    assert set(STATE_FIELDS) <= {field.name for field in fields(MambaSpec)}

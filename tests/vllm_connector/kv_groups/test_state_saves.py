@@ -116,7 +116,7 @@ def test_state_saves_of_another_tp_degree_are_another_model(engines: Make, store
 def test_state_saves_idle_engine_saves_what_was_used_once(
     engines: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idle_saves, "_SETTLE_S", 0)
+    monkeypatch.setattr(idle_saves, "_IDLE_DELAY_S", 0)
     first = engines(save="second")
     first.answer(PROMPT)
     assert first.saved() == 0

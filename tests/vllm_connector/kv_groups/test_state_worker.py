@@ -29,11 +29,11 @@ def views(cache: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]
 def refused(store: MemoryStore, cache: torch.Tensor, states: Any) -> str:
     """Why a worker does not map this cache; "" where it does."""
     pages = RankPages(PAGE, RankSlice(heads=range(1), layers=range(1), writes=True), store.connect())
-    worker = StateWorker(pages, 1.0, beside=None, share=1.0)
+    worker = StateWorker(pages, 1.0, other_worker=None, slab_share=1.0)
     worker.register({"a": cache}, {"a": SimpleNamespace(kv_cache=states)})
-    acks = worker.acks()
+    acks = worker.take_acks()
     worker.close()
-    return acks.unusable if acks is not None else ""
+    return acks.unusable_reason if acks is not None else ""
 
 
 def rows(stride: int = 48, dtype: torch.dtype = torch.int8) -> torch.Tensor:

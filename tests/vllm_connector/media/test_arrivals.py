@@ -20,8 +20,8 @@ from cornplug.vllm_connector.media.metadata import (
     ArrivedEmbedding,
     CornplugECMetadata,
     CornplugECWorkerMetadata,
+    RowLocation,
     RowMemory,
-    RowPlace,
 )
 from cornplug.vllm_connector.media.scheduler import Arrivals
 from cornplug.vllm_connector.media.worker import ECWorker
@@ -39,7 +39,7 @@ def memory() -> Iterator[RowMemory]:
     """Room for one of these embeddings, that both ranks have mapped."""
     memory = RowMemory(2, capacity_bytes=SIZE)
     for rank in (0, 1):
-        memory.note_mapped(rank)
+        memory.record_mapped(rank)
     yield memory
     memory.close()
 
@@ -71,7 +71,7 @@ def read(of: Arrivals) -> ArrivedEmbedding | None:
 def test_arrivals_stored_embedding_lies_in_mapped_memory(filled: MemoryStore, memory: RowMemory) -> None:
     found = read(arrivals(filled.connect(), memory))
     assert found is not None
-    assert isinstance(found.data, RowPlace)
+    assert isinstance(found.data, RowLocation)
     assert bytes(memory.view(found.data)) == ROWS.tobytes()
     assert len(pickle.dumps(found)) < 400, "that is what each worker process is sent"
 
@@ -81,7 +81,7 @@ def test_arrivals_without_room_carry_the_bytes(filled: MemoryStore, memory: RowM
     first, second = read(ours), read(ours)
     assert first is not None
     assert second is not None
-    assert isinstance(first.data, RowPlace)
+    assert isinstance(first.data, RowLocation)
     assert second.data == bytearray(ROWS.tobytes())
 
 
@@ -93,7 +93,7 @@ def test_arrivals_without_memory_carry_the_bytes(filled: MemoryStore) -> None:
 
 def test_arrivals_absent_entry_keeps_no_room(store: MemoryStore, memory: RowMemory) -> None:
     assert read(arrivals(store.connect(), memory)) is None
-    assert memory.room(SIZE) is not None
+    assert memory.allocate(SIZE) is not None
 
 
 @pytest.mark.parametrize("rows", [ROWS[:128], ROWS.reshape(128, 128), ROWS.view(np.int32)])
@@ -104,7 +104,7 @@ def test_arrivals_entry_of_wrong_shape_keeps_no_room(
     with pytest.raises(CodecError) as e:
         read(arrivals(store.connect(), memory))
     assert e.value.reason == "wrong_shape"
-    assert memory.room(SIZE) is not None
+    assert memory.allocate(SIZE) is not None
 
 
 def test_arrivals_store_that_is_down_keeps_no_room(filled: MemoryStore, memory: RowMemory) -> None:
@@ -112,22 +112,22 @@ def test_arrivals_store_that_is_down_keeps_no_room(filled: MemoryStore, memory: 
     faulty.unavailable = True
     with pytest.raises(StoreUnavailable):
         read(arrivals(faulty, memory))
-    assert memory.room(SIZE) is not None
+    assert memory.allocate(SIZE) is not None
 
 
 def test_arrivals_dropped_embedding_keeps_no_room(filled: MemoryStore, memory: RowMemory) -> None:
     ours = arrivals(filled.connect(), memory)
-    ours.drop(read(ours))
-    ours.drop(None)
-    assert memory.room(SIZE) is not None
+    ours.free(read(ours))
+    ours.free(None)
+    assert memory.allocate(SIZE) is not None
 
 
 def test_arrivals_rows_by_value_lie_in_mapped_memory(store: MemoryStore, memory: RowMemory) -> None:
     ours = arrivals(store.connect(), memory)
-    held = ours.hold(ROWS.tobytes())
-    assert isinstance(held, RowPlace)
+    held = ours.keep_rows(ROWS.tobytes())
+    assert isinstance(held, RowLocation)
     assert bytes(memory.view(held)) == ROWS.tobytes()
-    assert ours.hold(b"more") == bytearray(b"more")
+    assert ours.keep_rows(b"more") == bytearray(b"more")
 
 
 def step(workers: list[ECWorker], moves: CornplugECMetadata) -> tuple[list[Any], Any]:
@@ -138,7 +138,7 @@ def step(workers: list[ECWorker], moves: CornplugECMetadata) -> tuple[list[Any],
         cache: dict[str, torch.Tensor] = {}
         worker.load(cache, pickle.loads(pickle.dumps(moves)))
         caches.append(cache)
-        acks = worker.acks()
+        acks = worker.take_acks()
         if acks is not None:
             told = acks if told is None else told.aggregate(acks)
     return caches, told
@@ -152,20 +152,20 @@ def test_arrivals_reach_every_rank_and_make_room(filled: MemoryStore) -> None:
     ]
     early = read(ours)
     assert early is not None
-    assert not isinstance(early.data, RowPlace), "no rank has mapped the memory"
-    caches, told = step(workers, CornplugECMetadata([early], row_memory=ours.address))
-    ours.acknowledged(told)
+    assert not isinstance(early.data, RowLocation), "no rank has mapped the memory"
+    caches, told = step(workers, CornplugECMetadata([early], row_memory_address=ours.address))
+    ours.handle_acks(told)
     assert ours.address == ""
     for _ in range(3):
         found = read(ours)
         assert found is not None
-        assert isinstance(found.data, RowPlace)
-        ours.send(found)
-        more, told = step(workers, CornplugECMetadata([found], row_memory=ours.address))
+        assert isinstance(found.data, RowLocation)
+        ours.mark_sent(found)
+        more, told = step(workers, CornplugECMetadata([found], row_memory_address=ours.address))
         assert isinstance(told, CornplugECWorkerMetadata)
         assert sorted(told.copied_rows) == [(0, found.data.offset), (1, found.data.offset)]
-        assert memory.room(1) is None, "both have it, and the scheduler does not know yet"
-        ours.acknowledged(told)
+        assert memory.allocate(1) is None, "both have it, and the scheduler does not know yet"
+        ours.handle_acks(told)
         caches += more
     for cache in caches:
         assert np.array_equal(cache[NAME].numpy(), ROWS)

@@ -35,7 +35,11 @@ from cornplug.vllm_connector import ec_connector, plugin
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.media import early_prefill, encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
-from cornplug.vllm_connector.media.early_prefill import EarlyPrefill, InFlightEncoderCacheManager, why_not
+from cornplug.vllm_connector.media.early_prefill import (
+    EarlyPrefill,
+    InFlightEncoderCacheManager,
+    unsupported_reason,
+)
 from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
 from devkit import checkpoints
 
@@ -72,7 +76,9 @@ class Core:
         self.config.ec_transfer_config = ECTransferConfig(ec_connector=EC_CONNECTOR, ec_role="ec_both")
         self.service, self.skew, self.names = Service(), 0.0, 0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.skew)
-        inputs = SimpleNamespace(of=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")})
+        inputs = SimpleNamespace(
+            tower_inputs=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")}
+        )
         store = MemoryStore(capacity_bytes=64 << 20)
         for module in (ec_scheduler, encoder_requests):
             patches.setattr(module, "time", clock)
@@ -82,7 +88,7 @@ class Core:
             "tower_identity": lambda config: TowerIdentity(b"i" * 32, b"s" * 32),
         }.items():
             patches.setattr(encoder_requests, name, replacement)
-        patches.setattr(ec_connector, "runtime", lambda extra: runtime(store.connect(), **fields))
+        patches.setattr(ec_connector, "get_runtime", lambda extra: runtime(store.connect(), **fields))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.preparer = ThreadPoolExecutor(1)
@@ -100,7 +106,7 @@ class Core:
         self.misses: dict[str, float] = {}
         self.early = 0.0
         patches.setattr(connector, "get_ec_connector_stats", self._drained)
-        assert identities[0].now()[1].wait(60)
+        assert identities[0].current()[1].wait(60)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
 
@@ -348,23 +354,23 @@ def test_why_not_names_what_excludes_early_prefill(section: str, field: str, val
         "multimodal": {"mm_encoder_only": False, "is_multimodal_pruning_enabled": lambda: False},
         "": {"num_prefill_lookahead_tokens": 0},
     }
-    assert why_not(_config(parts)) == ""
+    assert unsupported_reason(_config(parts)) == ""
     parts[section][field] = value
     config = _config(parts)
-    assert reason in why_not(config)
-    early = early_prefill.early_prefill(config)
-    assert id(config) not in early_prefill._offered
+    assert reason in unsupported_reason(config)
+    early = early_prefill.create_early_prefill(config)
+    assert id(config) not in early_prefill._early_by_config
     request: Any = SimpleNamespace(request_id="a", num_preemptions=0)
-    assert not early.admits(request, 0, 1000)
+    assert not early.try_admit(request, 0, 1000)
 
 
 def test_early_prefill_admits_nothing_before_it_is_attached() -> None:
     early = EarlyPrefill(max_tokens=1000, max_requests=1)
     request: Any = SimpleNamespace(request_id="a", num_preemptions=0)
-    assert not early.admits(request, 0, 500)
-    assert not early.holds_back("cp1-x")
-    early.attach()
-    assert early.admits(request, 0, 500)
+    assert not early.try_admit(request, 0, 500)
+    assert not early.is_held_back("cp1-x")
+    early.enable()
+    assert early.try_admit(request, 0, 500)
 
 
 def _config(parts: dict[str, dict[str, Any]]) -> Any:

@@ -25,7 +25,14 @@ from .test_scheduler import Stage, identifier, put
 from .test_scheduler import stage as stage  # a fixture
 from .test_worker import NAME, facade
 
-HOOKS = ["available", "arrived", "allocated", "moves", "acknowledged", "finished"]
+HOOKS = [
+    "can_schedule",
+    "has_arrived",
+    "record_allocation",
+    "build_metadata",
+    "handle_acks",
+    "finish_request",
+]
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +82,7 @@ def test_error_in_a_hook_of_the_ec_scheduler_half_ends_sharing_only(
     assert stats.data["cornplug_misses_total"] == [(("test", "embedding", "error"), [1])]
 
 
-@pytest.mark.parametrize("hook", ["save", "acks"])
+@pytest.mark.parametrize("hook", ["save", "take_acks"])
 def test_error_in_a_hook_of_an_ec_worker_half_ends_publishing_only(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
@@ -92,4 +99,4 @@ def test_error_in_a_hook_of_an_ec_worker_half_ends_publishing_only(
     monkeypatch.undo()
     connector.save_caches(cache, NAME)
     connector.shutdown()
-    assert store.connect().stat(deadline_s=1).entries <= (hook == "acks")
+    assert store.connect().stat(deadline_s=1).entries <= (hook == "take_acks")

@@ -26,10 +26,10 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
 from cornplug.config import EMBEDDINGS_BY_VALUE, Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
-from cornplug.store.backends import open_store
+from cornplug.store.client import open_store
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, put_payload
 from cornplug.vllm_connector import compat, connector_config
@@ -110,8 +110,8 @@ def kept(store: MemoryStore, identity: bytes, *, salt: str | None = None, **chan
         "expires": time.time() + 60,
     }
     secret = changes.pop("secret", SECRET)
-    handle = EmbeddingHandle(**{**fields, **changes}).signed(secret)
-    return EmbeddingRef.inline(
+    handle = EmbeddingHandle(**{**fields, **changes}).to_signed_text(secret)
+    return EmbeddingRef.from_response(
         key=key,
         shape=(6, 64),
         dtype="float32",
@@ -244,7 +244,7 @@ def kept_handle_only(identity: bytes) -> str:
         grid=(),
         expires=time.time() + 60,
     )
-    return handle.signed(SECRET)
+    return handle.to_signed_text(SECRET)
 
 
 def test_embedding_handle_with_store_down_fails_within_deadline(
@@ -298,7 +298,7 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
             mm_encoder_only=False,
             kv_offloading_size=None,
         )
-        connector_config.create(lambda args: made, given)
+        connector_config.create_engine_config(lambda args: made, given)
         assert made.kv_transfer_config.kv_connector_extra_config == (
             made.ec_transfer_config.ec_connector_extra_config
         )
@@ -343,10 +343,10 @@ def test_embedding_handle_forged_rows_get_no_key(
 def test_embedding_handle_name_as_uuid_gets_no_key(make: Make) -> None:
     made = make()
     claimed = f"cpv1-{MEDIA.hex()}-{bytes(32).hex()}"
-    assert mm_identifiers._foreign(claimed) == f"foreign-{claimed}"
+    assert mm_identifiers._foreign_name(claimed) == f"foreign-{claimed}"
     assert key_of(final(f"foreign-{claimed}")) is None
     with pytest.raises(VLLMValidationError):
-        made.identifier(claimed, None)
+        made.make_identifier(claimed, None)
 
 
 def test_embedding_handle_with_processor_args_or_lora_is_refused(
@@ -365,7 +365,7 @@ def test_embedding_handle_with_processor_args_or_lora_is_refused(
 
 def test_embedding_handle_in_stock_vllm_is_value_error() -> None:
     """A stock engine's answer to one: an error, as to any bytes that are no tensor."""
-    text = msgspec.structs.replace(EmbeddingHandle.read(kept_handle_only(b"i" * 32))).signed(SECRET)
+    text = msgspec.structs.replace(EmbeddingHandle.parse(kept_handle_only(b"i" * 32))).to_signed_text(SECRET)
     with pytest.raises(ValueError, match=r"base64|character|Invalid|Non"):
         MediaConnector().fetch_image_embedding(text)
 
@@ -387,7 +387,7 @@ def test_received_handles_after_weights_replaced_are_refused(tmp_path: Path) -> 
     taken = ReceivedHandles(Config(), bytes(32), lambda: bytes(32), dtype="float32")
     name = "cpv1-" + "11" * 32 + "-" + "22" * 32
     with pytest.raises(VLLMValidationError, match="salt differs"):
-        taken.key(name, None)
-    engine_state.current().note_replaced()
+        taken.verified_key(name, None)
+    engine_state.current().mark_weights_unknown()
     with pytest.raises(VLLMValidationError, match="weights were replaced"):
-        taken.key(name, None)
+        taken.verified_key(name, None)

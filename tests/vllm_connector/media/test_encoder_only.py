@@ -41,8 +41,8 @@ def stage(faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 def test_ec_scheduler_of_encoder_alone_asks_no_service(stage: Stage) -> None:
     request = stage.request("a", 1)
-    assert stage.half.available(request, 0)
-    assert not stage.half.arrived(identifier(1))
+    assert stage.half.can_schedule(request, 0)
+    assert not stage.half.has_arrived(identifier(1))
     stage.take_in(request)
     stage.prepared()
     assert stage.service.asked == []
@@ -52,8 +52,8 @@ def test_ec_scheduler_of_encoder_alone_asks_no_service(stage: Stage) -> None:
 def test_ec_scheduler_of_encoder_alone_encodes_no_stored_embedding(stage: Stage) -> None:
     put(stage.store, 1)
     request = stage.request("a", 1)
-    assert stage.half.available(request, 0)
-    assert stage.half.arrived(identifier(1))
+    assert stage.half.can_schedule(request, 0)
+    assert stage.half.has_arrived(identifier(1))
     moves = stage.take_in(request)
     assert [item.identifier for item in moves.arrived] == [identifier(1)]
     assert stage.counted()["hits", "embedding", "store"] == 1
@@ -63,39 +63,39 @@ def test_ec_scheduler_of_encoder_alone_publishes_lost_embedding_again(
     stage: Stage, faulty: FaultyStore
 ) -> None:
     first, second, third = (stage.request(name, 1, 2) for name in "abc")
-    stage.half.available(first, 0)
-    assert stage.take_in(first).again == []
+    stage.half.can_schedule(first, 0)
+    assert stage.take_in(first).save_again == []
     put(stage.store, 1)
     put(stage.store, 2)
-    assert stage.half.available(second, 0)
-    assert stage.moves().again == []
+    assert stage.half.can_schedule(second, 0)
+    assert stage.moves().save_again == []
     # vLLM's cache holds both, and it will not encode them; the store has evicted one.
     faulty.delete([key(2)], deadline_s=1)
     for _ in range(3):
-        assert stage.half.available(third, 0)
-    assert stage.moves().again == [identifier(2)]
+        assert stage.half.can_schedule(third, 0)
+    assert stage.moves().save_again == [identifier(2)]
     calls = dict(faulty.calls)
-    assert stage.half.available(third, 0)
-    assert (stage.moves().again, faulty.calls) == ([], calls)
+    assert stage.half.can_schedule(third, 0)
+    assert (stage.moves().save_again, faulty.calls) == ([], calls)
 
 
 def test_ec_scheduler_of_encoder_alone_without_store_publishes_nothing_again(
     stage: Stage, faulty: FaultyStore
 ) -> None:
-    stage.half.available(request := stage.request("a", 1), 0)
+    stage.half.can_schedule(request := stage.request("a", 1), 0)
     stage.take_in(request)
     faulty.unavailable = True
-    assert stage.half.available(stage.request("b", 1), 0)
-    assert stage.moves().again == []
+    assert stage.half.can_schedule(stage.request("b", 1), 0)
+    assert stage.moves().save_again == []
 
 
 def test_ec_scheduler_of_encoder_alone_forgets_finished_requests(stage: Stage) -> None:
     name = "a request that ends"
-    stage.half.available(request := stage.request(name, 1), 0)
+    stage.half.can_schedule(request := stage.request(name, 1), 0)
     stage.take_in(request)
-    stage.half.available(request, 0)
+    stage.half.can_schedule(request, 0)
     assert name in kept(stage.half, str)
-    stage.half.finished(request)
+    stage.half.finish_request(request)
     assert name not in kept(stage.half, str)
 
 
@@ -110,7 +110,7 @@ def test_ec_worker_of_encoder_alone_ends_step_when_rows_are_stored(store: Memory
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu", encoder_only=True)
     with mock.patch.object(embeddings, "put_payload", slowly):
         worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
-        acks = worker.acks()
+        acks = worker.take_acks()
     assert acks is not None
     assert acks.saves == [("stored", 16)]
     worker.close()
@@ -119,13 +119,13 @@ def test_ec_worker_of_encoder_alone_ends_step_when_rows_are_stored(store: Memory
 def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
-    monkeypatch.setattr(embeddings, "_MAX_WAITING", 1)
+    monkeypatch.setattr(embeddings, "_MAX_QUEUED", 1)
     over = runtime(store.connect())
     over.background_timeout_s = 0.2
     worker = ECWorker(over, publishes=True, device="cpu", encoder_only=True)
     for name in (NAME, OTHER):
         worker.save(name, torch.ones(2, 2), CornplugECMetadata())
-    acks = worker.acks()
+    acks = worker.take_acks()
     assert acks is not None
     assert acks.saves == [("stored", 16)] * 2
     go = threading.Event()
@@ -133,7 +133,7 @@ def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
         with within(2):
             for name in (NAME, OTHER):
                 worker.save(name, torch.ones(2, 2), CornplugECMetadata())
-            acks = worker.acks()
+            acks = worker.take_acks()
         assert acks is not None
         assert acks.saves == [("busy", 0)]
         go.set()
@@ -144,7 +144,7 @@ def test_ec_connector_of_encoder_alone_loads_and_saves_again(store: MemoryStore)
     connector = facade(store, ECConnectorRole.WORKER, consumer=False)
     cache = {NAME: torch.ones(2, 4)}
     arrived = ArrivedEmbedding(OTHER, "float32", (1, 1), bytearray(4))
-    moves = CornplugECMetadata([arrived], again=[NAME, OTHER, identifier(9)])
+    moves = CornplugECMetadata([arrived], save_again=[NAME, OTHER, identifier(9)])
     connector.bind_connector_metadata(moves)
     connector.start_save_caches(encoder_cache=cache)
     assert set(cache) == {NAME, OTHER}

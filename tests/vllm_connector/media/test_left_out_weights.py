@@ -58,14 +58,14 @@ def test_report_of_left_out_weights_says_their_bytes_and_the_tokens_that_fit(
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.cornplug")
     logging.getLogger("vllm").propagate = True
-    partial_models.report_left_out(worker(Model(absent=True), tmp_path / "s"), SPECS)
+    partial_models.report_excluded_weights(worker(Model(absent=True), tmp_path / "s"), SPECS)
     # A token: 2 layers of K and V, 2 heads of 8 numbers of 4 bytes.
     assert "vision_tower (144 bytes)" in caplog.text
     assert "KV of 0 tokens, at 256 bytes per token" in caplog.text
-    assert partial_models.left_out(Model(absent=True)) == {"vision_tower": 144}
+    assert partial_models.excluded_weight_bytes(Model(absent=True)) == {"vision_tower": 144}
 
 
 def test_report_of_a_loaded_tower_ends_the_start_where_the_service_has_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="loaded the tower"):
-        partial_models.report_left_out(worker(Model(absent=False), tmp_path / "s"), SPECS)
-    partial_models.report_left_out(worker(Model(absent=False), tmp_path / "s", tower="engine"), SPECS)
+        partial_models.report_excluded_weights(worker(Model(absent=False), tmp_path / "s"), SPECS)
+    partial_models.report_excluded_weights(worker(Model(absent=False), tmp_path / "s", tower="engine"), SPECS)

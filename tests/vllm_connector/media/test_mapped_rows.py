@@ -11,7 +11,7 @@ import torch
 from collaborators import recorded
 
 from cornplug.vllm_connector.kv_copies import registered_memory
-from cornplug.vllm_connector.media.metadata import RowMemory, RowPlace
+from cornplug.vllm_connector.media.metadata import RowLocation, RowMemory
 from cornplug.vllm_connector.media.worker import CpuCopies, MappedRows
 from devkit.engines import wait_until
 
@@ -33,7 +33,7 @@ class SlowCopies(CpuCopies):
         assert len(there) == size_bytes
         return there, len(self.pieces)
 
-    def done(self, end: Any) -> bool:
+    def is_done(self, end: Any) -> bool:
         return int(end) <= self.ended
 
     def wait(self, end: Any) -> None:
@@ -47,9 +47,9 @@ def memory() -> Iterator[RowMemory]:
     memory.close()
 
 
-def written(memory: RowMemory, data: bytes) -> RowPlace:
-    memory.note_mapped(0)
-    found = memory.room(len(data))
+def written(memory: RowMemory, data: bytes) -> RowLocation:
+    memory.record_mapped(0)
+    found = memory.allocate(len(data))
     assert found is not None
     memory.view(found)[:] = data
     return found
@@ -57,37 +57,37 @@ def written(memory: RowMemory, data: bytes) -> RowPlace:
 
 def test_mapped_rows_are_a_copy(memory: RowMemory) -> None:
     rows = MappedRows(CpuCopies())
-    assert rows.map(memory.address)
+    assert rows.map_memory(memory.address)
     at = written(memory, b"abcdefgh")
-    there = rows.rows(at)
+    there = rows.copy_rows(at)
     memory.view(at)[:] = b"overhaul"
     assert bytes(there.numpy()) == b"abcdefgh"
-    assert rows.copied() == [at.offset]
-    assert rows.copied() == []
+    assert rows.take_copied() == [at.offset]
+    assert rows.take_copied() == []
     rows.close()
 
 
 def test_mapped_rows_out_of_reach_are_not_mapped(memory: RowMemory) -> None:
     pid, fd, inode = memory.address.split(":")
-    assert not MappedRows(CpuCopies()).map(f"{pid}:{fd}:{int(inode) + 1}")
+    assert not MappedRows(CpuCopies()).map_memory(f"{pid}:{fd}:{int(inode) + 1}")
 
 
 def test_mapped_rows_place_is_given_back_after_its_copy_in_order(memory: RowMemory) -> None:
     copies = SlowCopies()
     rows = MappedRows(copies)
-    assert rows.map(memory.address)
+    assert rows.map_memory(memory.address)
     places = [written(memory, bytes([i]) * 100) for i in range(3)]
     for one in places:
-        rows.rows(one)
-    assert rows.copied() == []
+        rows.copy_rows(one)
+    assert rows.take_copied() == []
     copies.ended = 2
-    assert rows.copied() == [one.offset for one in places[:2]]
+    assert rows.take_copied() == [one.offset for one in places[:2]]
     rows.close()
     assert copies.ended == 3, "closing waits"
 
 
-def reaches(registered: registered_memory.RegisteredMemory, place: RowPlace) -> bool:
-    return registered.reaches(b"rows", place.offset + place.size_bytes)
+def reaches(registered: registered_memory.RegisteredMemory, place: RowLocation) -> bool:
+    return registered.can_access(b"rows", place.offset + place.size_bytes)
 
 
 class Driver:
@@ -118,19 +118,19 @@ def test_mapped_rows_copies_follow_registered_runs(
     memory: RowMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registered_memory.RegisteredMemory.__init__, "__kwdefaults__", {
-        "least_bytes": MIB, "most_bytes": 2 * MIB,
+        "min_bytes": MIB, "max_bytes": 2 * MIB,
     })  # fmt: skip
     driver, copies = Driver(), SlowCopies()
     with recorded(registered_memory, "RegisteredMemory") as registered:
         rows = MappedRows(copies, driver.register, driver.unregister)
-    assert rows.map(memory.address)
+    assert rows.map_memory(memory.address)
     large = written(memory, bytes(range(256)) * (5 * MIB // 256))
-    first = rows.rows(large)
+    first = rows.copy_rows(large)
     driver.wait(4 * MIB)
     base = min(address for address, _ in driver.runs)
     assert copies.sources[0] != [base + large.offset], "not registered yet: other host memory"
     wait_until(lambda: reaches(registered[0], large), deadline_s=60, what="all registered")
-    again = rows.rows(large)
+    again = rows.copy_rows(large)
     assert torch.equal(first, again)
     assert len(copies.pieces[1]) > 1, "one copy a run"
     assert sum(copies.pieces[1]) == 5 * MIB
@@ -146,9 +146,9 @@ def test_mapped_rows_copies_follow_registered_runs(
 
 def test_mapped_rows_device_that_registers_nothing_copies_all_the_same(memory: RowMemory) -> None:
     rows = MappedRows(CpuCopies(), lambda *_: False)
-    assert rows.map(memory.address)
+    assert rows.map_memory(memory.address)
     at = written(memory, b"x" * (65 * MIB))
     for _ in range(2):
-        assert bytes(rows.rows(at)[:3].numpy()) == b"xxx"
-    assert rows.copied() == [at.offset, at.offset]
+        assert bytes(rows.copy_rows(at)[:3].numpy()) == b"xxx"
+    assert rows.take_copied() == [at.offset, at.offset]
     rows.close()

@@ -201,7 +201,7 @@ def test_mm_name_from_request_is_foreign(
     """`/inference/v1/generate` and gRPC take a client's names, and inputs that need not belong to them."""
     if not identified:
         monkeypatch.setattr(mm_identifiers, "_active", None)
-        monkeypatch.setattr(mm_identifiers, "_asked_for", True)
+        monkeypatch.setattr(mm_identifiers, "_has_connectors", True)
     for lora in ("", "7:"):
         feature = sent(name, lora=lora)
         assert key_of(feature.identifier) is None
@@ -251,7 +251,7 @@ def test_mm_identifiers_uuid_takes_args_of_its_request(active: MmIdentifiers) ->
 def test_mm_identifiers_uuid_table_drops_oldest(
     active: MmIdentifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mm_identifiers, "_UUIDS", 2)
+    monkeypatch.setattr(mm_identifiers, "_MAX_UUIDS", 2)
     for i, uuid in enumerate("abca"):
         names({"image": [sample_image(i)]}, {"image": [uuid]})
     assert names({"image": [None] * 2}, {"image": ["b", "z"]})["image"] == ["b", "z"]
@@ -361,15 +361,15 @@ def test_identifier_while_weights_are_read_waits_once(
 
     monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
     # Fifty such waits would exceed the time limit of the test.
-    monkeypatch.setattr(weights_guard, "FIRST_WAIT_S", 3.0)
+    monkeypatch.setattr(weights_guard, "INITIAL_WAIT_S", 3.0)
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
     with within(25 * 0.3, "one wait for all images of all requests"):
         for _ in range(50):
-            assert one.identifier(name, None).startswith("local-")
+            assert one.make_identifier(name, None).startswith("local-")
     go.set()
     end_s = time.monotonic() + 30
-    while key_of(one.identifier(name, None)) is None:
+    while key_of(one.make_identifier(name, None)) is None:
         assert time.monotonic() < end_s, "the model stays unidentified"
 
 
@@ -393,7 +393,7 @@ def test_input_processor_init_without_cornplug_stays_inactive(
     llava: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: bool
 ) -> None:
     monkeypatch.setattr(mm_identifiers, "_active", None)
-    monkeypatch.setattr(mm_identifiers, "_asked_for", False)
+    monkeypatch.setattr(mm_identifiers, "_has_connectors", False)
     calls: list[Any] = []
     make_input_processor(lambda *a, **k: calls.append((a, k)), "self", config(llava, **fields), x=1)
     assert len(calls) == 1
@@ -405,7 +405,7 @@ def test_input_processor_init_without_secret_stays_inactive(
 ) -> None:
     (tmp_path / "home").write_text("no folder")
     monkeypatch.setattr(mm_identifiers, "_active", None)
-    monkeypatch.setattr(mm_identifiers, "_asked_for", False)
+    monkeypatch.setattr(mm_identifiers, "_has_connectors", False)
     extra = {"store.secret_file": str(tmp_path / "home" / "secret")}
     make_input_processor(lambda *a: None, "self", config(llava, extra=extra))
     ours = "cp1-" + "0" * 64
@@ -481,12 +481,12 @@ def test_identifier_after_update_is_of_the_new_weights_and_their_epoch(tmp_path:
     new = checkpoints.qwen2_vl(tmp_path / "new", llm_seed=21, tower_seed=22)
     one, state = named(config(old), tmp_path), engine_state.current()
     name = "cp1-" + "1" * 64
-    before = one.identifier(name, None)
+    before = one.make_identifier(name, None)
     assert key_of(before) is not None
     odd = state.begin_update()
-    assert key_of(one.identifier(name, None), 2) is None
+    assert key_of(one.make_identifier(name, None), 2) is None
     state.end_update(odd, str(new), 2**62)
-    after = one.identifier(name, None)
+    after = one.make_identifier(name, None)
     fresh = Checkpoint.open(str(new)).identity("float32").identity
     assert key_of(after, 2) == embedding_key(SECRET, fresh, b"\x11" * 32, None)
     assert key_of(after) is None

@@ -18,10 +18,10 @@ from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.config import IMAGES_PER_PROMPT
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector import several_connectors
+from cornplug.vllm_connector import flags
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
 from cornplug.vllm_connector.media import partial_models
-from cornplug.vllm_connector.media.partial_models import TAKES_EMBEDDINGS, check_model, leave_out_tower
+from cornplug.vllm_connector.media.partial_models import ACCEPTS_EMBEDDINGS, check_model, exclude_tower
 
 HERE = str(Path(__file__).parent)
 """A folder that is there: without a network vLLM looks for anything else in the hub's cache."""
@@ -56,17 +56,17 @@ def embedding_input(family: str, **inputs: Any) -> Any:
 @pytest.mark.parametrize("family", sorted(validated_families("float32")))
 def test_engine_arguments_families_equal_what_vllms_models_take(family: str) -> None:
     rows = torch.zeros(4, 8)
-    wants_grid = TAKES_EMBEDDINGS.get(family, False)
+    wants_grid = ACCEPTS_EMBEDDINGS.get(family, False)
     batch = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     inputs = batch if wants_grid else {"image_embeds": [rows]}
-    assert (embedding_input(family, **inputs) is not None) == (family in TAKES_EMBEDDINGS)
+    assert (embedding_input(family, **inputs) is not None) == (family in ACCEPTS_EMBEDDINGS)
     model: Any = ModelRegistry._try_load_model_cls(CLASSES[family])
     parser: MultiModalDataParser = model._processor_factory.info(MagicMock()).get_data_parser()
     assert (parser.embedding_fields.get("image", {}).get("image_grid_thw") == "metadata") == wants_grid
 
 
 def test_engine_arguments_families_are_validated_ones_only() -> None:
-    assert set(TAKES_EMBEDDINGS) <= validated_families("float32")
+    assert set(ACCEPTS_EMBEDDINGS) <= validated_families("float32")
 
 
 def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
@@ -74,19 +74,19 @@ def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
         args = arguments(**({} if limit is None else {"limit_mm_per_prompt": copy.deepcopy(limit)}))
         for _ in range(2):
             # A second configuration of the same arguments finds what the first one set.
-            assert leave_out_tower(args)
+            assert exclude_tower(args)
             assert args.enable_mm_embeds
             assert args.limit_mm_per_prompt == {"image": 0, "video": 0, "audio": 0}
-            for said in several_connectors.settings_in(args):
+            for said in flags.all_our_settings(args):
                 assert said.get(IMAGES_PER_PROMPT) == want
             assert partial_models.runs_without_tower(args)
 
 
 def test_leave_out_without_the_setting_changes_nothing() -> None:
     args = arguments({})
-    assert not leave_out_tower(args)
+    assert not exclude_tower(args)
     assert not args.enable_mm_embeds
-    assert not leave_out_tower(EngineArgs(model=HERE))
+    assert not exclude_tower(EngineArgs(model=HERE))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_leave_out_of_what_the_service_cannot_do_error_names_the_flag(
     extra: dict[str, Any], fields: dict[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as e:
-        leave_out_tower(arguments(extra, **fields))
+        exclude_tower(arguments(extra, **fields))
     assert e.value.field == field
 
 

@@ -17,7 +17,7 @@ def app() -> FastAPI:
     @made.get("/{status}/{pause}")
     async def answer(status: int, pause: float) -> JSONResponse:
         async def noted() -> None:
-            served_images.note_retry_after(pause)
+            served_images.set_retry_after(pause)
 
         # As vLLM's parser does: in a task of its own.
         await asyncio.gather(noted(), noted())
@@ -44,4 +44,4 @@ def test_retry_after_is_in_503_answers_that_noted_a_pause() -> None:
 
 
 def test_note_outside_a_request_gives_the_pause_alone() -> None:
-    assert served_images.note_retry_after(None) == 1.0
+    assert served_images.set_retry_after(None) == 1.0

@@ -25,7 +25,7 @@ from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.cpu_use import ALARM
+from cornplug.vllm_connector.cpu_use import WAKE_TIMER
 from cornplug.vllm_connector.media import encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
 from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
@@ -73,7 +73,7 @@ class Stage:
         self.store, self.service, self.skew = store, Service(), 0.0
         self.trace_headers: dict[str, str] | None = None
         self.inputs = SimpleNamespace(
-            of=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")}
+            tower_inputs=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")}
         )
         config = SimpleNamespace(
             model_config=SimpleNamespace(
@@ -98,7 +98,7 @@ class Stage:
         ):
             run: Any = runtime(store, **fields)
             self.half = ECScheduler(config, run, self.tally, encoder_only=encoder_only)  # type: ignore[arg-type]
-            assert identities[0].now()[1].wait(30)
+            assert identities[0].current()[1].wait(30)
         for module in (ec_scheduler, encoder_requests):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
@@ -131,8 +131,8 @@ class Stage:
         put(self.store, 999)
         request = self.request("more", 999)
         with mock.patch.object(ec_scheduler, "_MAX_WAITING_BYTES", 0):
-            admitted = self.half.available(request, 0)
-        self.half.finished(request)
+            admitted = self.half.can_schedule(request, 0)
+        self.half.finish_request(request)
         return admitted
 
     def answer(self, nth: int = -1, **changes: Any) -> None:
@@ -151,12 +151,12 @@ class Stage:
     def take_in(self, request: Any, freed: list[str] | None = None) -> Any:
         """The engine schedules all of a request's images: what the worker half is told."""
         for feature in request.mm_features:
-            self.half.arrived(feature.identifier)
-            self.half.allocated(feature.identifier)
+            self.half.has_arrived(feature.identifier)
+            self.half.record_allocation(feature.identifier)
         return self.moves(freed)
 
     def moves(self, freed: list[str] | None = None) -> Any:
-        return self.half.moves(
+        return self.half.build_metadata(
             SimpleNamespace(free_encoder_mm_hashes=freed or [], total_num_scheduled_tokens=1)
         )  # type: ignore[arg-type]
 
@@ -215,8 +215,8 @@ def test_ec_scheduler_stored_entry_is_loaded(stage: Callable[..., Stage], store:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
-    assert here.half.available(request, 0)
-    assert here.half.arrived(identifier(1))
+    assert here.half.can_schedule(request, 0)
+    assert here.half.has_arrived(identifier(1))
     moves = here.take_in(request)
     assert [(m.identifier, m.dtype, m.shape) for m in moves.arrived] == [
         (identifier(1), "float32", (ROWS, HIDDEN))
@@ -238,10 +238,10 @@ def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
 ) -> None:
     here = stage()
     request = here.request("a", 2)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer(stored=False)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     end_s = time.monotonic() + 60
     while (found := get_payload(here.store, key(2), deadline_s=1)) is None:
         assert time.monotonic() < end_s, "the embedding is not saved"
@@ -257,20 +257,20 @@ def test_ec_scheduler_encoder_reply_is_loaded(
 ) -> None:
     here = stage()
     request = here.request("a", 2, salt="tenant")
-    assert not here.half.available(request, 0)
-    assert not here.half.arrived(identifier(2))
+    assert not here.half.can_schedule(request, 0)
+    assert not here.half.has_arrived(identifier(2))
     here.asked(1)
     asked = here.service.asked[0][0]
     assert (asked.identity, asked.key, asked.cache_salt, asked.app) == (b"s" * 32, key(2), "tenant", "test")
     assert asked.deadline_s <= 10
     within.check(10 - asked.deadline_s, 1)
-    assert not here.half.available(request, 0)
+    assert not here.half.can_schedule(request, 0)
     if stored:
         put(here.store, 2)
         here.answer(origin=origin, stored=True, tensor=None)
     else:
         here.answer(origin=origin)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     moves = here.take_in(request)
     assert bytes(moves.arrived[0].data) == embedding().tobytes()
     assert here.counted()["hits", "embedding", f"service_{origin}"] == 1
@@ -281,29 +281,29 @@ def test_ec_scheduler_polling_makes_no_further_calls(
 ) -> None:
     here = stage(over=faulty)
     request = here.request("a", 1, 2, 3)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(3)
     calls = dict(faulty.calls)
     for _ in range(200):
-        assert not here.half.available(request, 0)
+        assert not here.half.can_schedule(request, 0)
     assert faulty.calls == calls
     assert len(here.service.asked) == 3
     for i in range(3):
         here.answer(i, stored=True)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     for _ in range(200):
-        assert here.half.available(request, 0)
+        assert here.half.can_schedule(request, 0)
     assert faulty.calls == calls
 
 
 def test_ec_scheduler_entry_evicted_after_reply_is_miss(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer(stored=True, tensor=None)
-    assert here.half.available(request, 0), "the engine encodes"
-    assert not here.half.arrived(identifier(1))
+    assert here.half.can_schedule(request, 0), "the engine encodes"
+    assert not here.half.has_arrived(identifier(1))
     assert here.take_in(request).arrived == []
     assert here.counted() == {("misses", "embedding", "evicted"): 1}
 
@@ -327,24 +327,24 @@ def test_ec_scheduler_reply_of_wrong_shape_is_miss(
 ) -> None:
     here = stage()
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer(**changes)
-    assert here.half.available(request, 0)
-    assert not here.half.arrived(identifier(1))
+    assert here.half.can_schedule(request, 0)
+    assert not here.half.has_arrived(identifier(1))
     assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
 
 
 def test_ec_scheduler_reply_for_other_key_starts_backoff(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer(key=key(9))
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", "encoder_bad_response"): 1}
     # A service that mixes up its answers is left alone for a while.
-    assert here.half.available(here.request("b", 2), 0)
+    assert here.half.can_schedule(here.request("b", 2), 0)
     assert here.counted()["misses", "embedding", "encoder_backoff"] == 1
 
 
@@ -355,7 +355,7 @@ def test_ec_scheduler_entry_of_wrong_shape_is_miss(
     here = stage()
     size = 4 * torch.Size(shape).numel()
     put(here.store, 1, shape=shape, payload=bytes(size))
-    assert here.half.available(here.request("a", 1), 0)
+    assert here.half.can_schedule(here.request("a", 1), 0)
     assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
 
 
@@ -366,10 +366,10 @@ def test_ec_scheduler_corrupt_entry_is_deleted_and_encoded(
     put(here.store, 1)
     faulty.corrupt_reads = True
     request = here.request("a", 1)
-    assert not here.half.available(request, 0)
+    assert not here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer(stored=True)  # else this engine would store it again
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     here.take_in(request)
     counts = here.counted()
     assert counts["misses", "embedding", "corrupt"] == 1
@@ -381,11 +381,11 @@ def test_ec_scheduler_store_down_takes_inline_reply(stage: Callable[..., Stage],
     here = stage(over=faulty)
     faulty.unavailable = True
     request = here.request("a", 1)
-    assert not here.half.available(request, 0)
+    assert not here.half.can_schedule(request, 0)
     here.asked(1)
     here.answer()
-    assert here.half.available(request, 0)
-    assert here.half.arrived(identifier(1))
+    assert here.half.can_schedule(request, 0)
+    assert here.half.has_arrived(identifier(1))
     here.take_in(request)
     assert here.counted()["hits", "embedding", "service_computed"] == 1
 
@@ -395,7 +395,7 @@ def test_ec_scheduler_store_down_without_encoder_is_miss(
 ) -> None:
     here = stage(over=faulty, identity=lambda config: TowerIdentity(b"i" * 32, None))
     faulty.unavailable = True
-    assert here.half.available(here.request("a", 1), 0)
+    assert here.half.can_schedule(here.request("a", 1), 0)
     assert here.counted() == {("misses", "embedding", "store_down"): 1}
 
 
@@ -404,11 +404,11 @@ def test_ec_scheduler_store_down_after_reply_is_miss(
 ) -> None:
     here = stage(over=faulty)
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     faulty.unavailable = True
     here.answer(stored=True, tensor=None)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", "store_down"): 1}
 
 
@@ -426,21 +426,21 @@ def test_ec_scheduler_refusal_is_miss_with_its_reason(
 ) -> None:
     here = stage()
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(1)
     here.service.asked[0][1].set_exception(error)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", error.reason): 1}  # type: ignore[attr-defined]
-    assert here.half.available(here.request("b", 2), 0) is spares
+    assert here.half.can_schedule(here.request("b", 2), 0) is spares
 
 
 def test_ec_scheduler_submit_that_raises_is_miss(stage: Callable[..., Stage]) -> None:
     here = stage()
     here.service.refusal = EncoderUnavailable("closed", reason="encoder_down")
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.prepared()
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", "encoder_down"): 1}
 
 
@@ -449,78 +449,78 @@ def test_ec_scheduler_inputs_that_fail_to_pack_are_miss(
     stage: Callable[..., Stage], error: Exception
 ) -> None:
     here = stage()
-    here.inputs.of = mock.Mock(side_effect=error)
+    here.inputs.tower_inputs = mock.Mock(side_effect=error)
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.prepared()
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", "no_inputs"): 1}
 
 
 def test_ec_scheduler_two_timeouts_count_as_one_failure(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 2)
-    assert not here.half.available(first, 0)
-    assert not here.half.available(second, 0)
+    assert not here.half.can_schedule(first, 0)
+    assert not here.half.can_schedule(second, 0)
     here.asked(2)
     here.skew = 9.0
-    assert not here.half.available(first, 0)
+    assert not here.half.can_schedule(first, 0)
     here.skew = 10.5
-    assert here.half.available(first, 0)
-    assert here.half.available(second, 0)
+    assert here.half.can_schedule(first, 0)
+    assert here.half.can_schedule(second, 0)
     assert here.counted() == {("misses", "embedding", "encoder_timeout"): 2}
     # Both failed together: that is one failure, and the first pause is a second.
-    assert here.half.available(here.request("c", 3), 0)
+    assert here.half.can_schedule(here.request("c", 3), 0)
     assert here.counted()["misses", "embedding", "encoder_backoff"] == 1
     here.skew = 11.6
     fourth = here.request("d", 4)
-    assert not here.half.available(fourth, 0)
+    assert not here.half.can_schedule(fourth, 0)
     here.asked(3)
     here.answer()
-    assert here.half.available(fourth, 0)
+    assert here.half.can_schedule(fourth, 0)
     # The late answer is nobody's.
     here.answer(0)
-    assert here.half.available(first, 0)
-    assert not here.half.arrived(identifier(1))
+    assert here.half.can_schedule(first, 0)
+    assert not here.half.has_arrived(identifier(1))
     # The answer ended the back-off: the next failure is the first one again.
     fifth = here.request("e", 5)
-    assert not here.half.available(fifth, 0)
+    assert not here.half.can_schedule(fifth, 0)
     here.asked(4)
     here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
-    assert here.half.available(fifth, 0)
+    assert here.half.can_schedule(fifth, 0)
     here.skew += 0.6
-    assert not here.half.available(here.request("f", 6), 0)
+    assert not here.half.can_schedule(here.request("f", 6), 0)
 
 
 def test_ec_scheduler_backoff_grows_to_ten_seconds(stage: Callable[..., Stage]) -> None:
     here = stage()
     for i, pause_s in enumerate([0.5, 1, 2, 5, 10, 10, 10]):
         request = here.request("r", 100 + i)
-        assert not here.half.available(request, 0)
+        assert not here.half.can_schedule(request, 0)
         here.asked(i + 1)
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
-        assert here.half.available(request, 0)
+        assert here.half.can_schedule(request, 0)
         here.skew += pause_s / 2
-        assert here.half.available(here.request("early", 200 + i), 0), "the service is asked too early"
+        assert here.half.can_schedule(here.request("early", 200 + i), 0), "the service is asked too early"
         here.skew += pause_s / 2 + 0.05
 
 
 def test_ec_scheduler_two_requests_for_one_image_encode_once(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 1)
-    assert not here.half.available(first, 0)
-    assert not here.half.available(second, 0)
+    assert not here.half.can_schedule(first, 0)
+    assert not here.half.can_schedule(second, 0)
     here.asked(1)
     # The first is aborted: the second still waits, and gets it.
-    here.half.finished(first)
-    assert not here.half.available(second, 0)
+    here.half.finish_request(first)
+    assert not here.half.can_schedule(second, 0)
     here.answer()
-    assert here.half.available(second, 0)
+    assert here.half.can_schedule(second, 0)
     assert len(here.take_in(second).arrived) == 1
     assert len(here.service.asked) == 1
     # A third finds it in the engine's own cache.
     third = here.request("c", 1)
-    assert here.half.available(third, 0)
+    assert here.half.can_schedule(third, 0)
     assert len(here.service.asked) == 1
     assert not kept(here.half, PendingEmbedding)
 
@@ -528,45 +528,45 @@ def test_ec_scheduler_two_requests_for_one_image_encode_once(stage: Callable[...
 def test_ec_scheduler_failure_ends_wait_of_all_requests(stage: Callable[..., Stage]) -> None:
     here = stage()
     first, second = here.request("a", 1), here.request("b", 1)
-    here.half.available(first, 0)
-    here.half.available(second, 0)
+    here.half.can_schedule(first, 0)
+    here.half.can_schedule(second, 0)
     here.asked(1)
     here.service.asked[0][1].set_exception(EncoderRefused("broken", reason="bad_input"))
-    assert here.half.available(first, 0)
-    assert here.half.available(second, 0)
+    assert here.half.can_schedule(first, 0)
+    assert here.half.can_schedule(second, 0)
     assert here.counted() == {("misses", "embedding", "bad_input"): 1}
     assert here.take_in(first).arrived == []
-    assert here.half.available(second, 0)
+    assert here.half.can_schedule(second, 0)
 
 
 def test_ec_scheduler_aborted_request_leaves_nothing(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1, 1, 2)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(2)
-    here.half.finished(request)
+    here.half.finish_request(request)
     assert not kept(here.half, PendingEmbedding)
     assert here.admits_more()
     here.answer(0)
-    assert not here.half.arrived(identifier(1))
+    assert not here.half.has_arrived(identifier(1))
 
 
 def test_ec_scheduler_image_behind_loaded_prefix_leaves_nothing(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     # Another engine's prefix came in meanwhile: its image is behind what is computed.
-    assert here.half.available(request, ROWS)
-    here.half.finished(request)
+    assert here.half.can_schedule(request, ROWS)
+    here.half.finish_request(request)
     assert not kept(here.half, PendingEmbedding)
 
 
 def test_ec_scheduler_image_behind_computed_tokens_is_skipped(stage: Callable[..., Stage]) -> None:
     here = stage()
     request = here.request("a", 1, 2)
-    assert here.half.available(request, 16)
-    assert not here.half.available(request, 15)
+    assert here.half.can_schedule(request, 16)
+    assert not here.half.can_schedule(request, 15)
     here.asked(1)
     assert here.service.asked[0][0].key == key(2)
 
@@ -575,14 +575,14 @@ def test_ec_scheduler_image_freed_by_engine_is_loaded_again(stage: Callable[...,
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.take_in(request)
-    assert here.half.available(here.request("b", 1), 0)
+    assert here.half.can_schedule(here.request("b", 1), 0)
     assert not kept(here.half, PendingEmbedding)
     here.moves(freed=[identifier(1)])
     again = here.request("c", 1)
-    assert here.half.available(again, 0)
-    assert here.half.arrived(identifier(1))
+    assert here.half.can_schedule(again, 0)
+    assert here.half.has_arrived(identifier(1))
     assert len(here.take_in(again).arrived) == 1
     assert here.counted()["hits", "embedding", "store"] == 2
 
@@ -591,9 +591,9 @@ def test_ec_scheduler_image_freed_and_loaded_in_one_step_is_held(stage: Callable
     here = stage()
     put(here.store, 1)
     request = here.request("a", 1)
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.take_in(request, freed=[identifier(1)])
-    assert here.half.available(here.request("b", 1), 0)
+    assert here.half.can_schedule(here.request("b", 1), 0)
     assert not kept(here.half, PendingEmbedding)
 
 
@@ -602,24 +602,24 @@ def test_ec_scheduler_reset_of_encoder_cache_is_noticed(stage: Callable[..., Sta
     for image in (1, 2):
         put(here.store, image)
         request = here.request(f"r{image}", image)
-        here.half.available(request, 0)
+        here.half.can_schedule(request, 0)
         here.take_in(request)
     # vLLM tells no connector of `reset_encoder_cache`; then it asks for what we think it holds.
-    assert here.half.available(here.request("c", 1), 0)
-    assert not here.half.arrived(identifier(1))
+    assert here.half.can_schedule(here.request("c", 1), 0)
+    assert not here.half.has_arrived(identifier(1))
     after = here.request("d", 2)
-    assert here.half.available(after, 0)
-    assert here.half.arrived(identifier(2))
+    assert here.half.can_schedule(after, 0)
+    assert here.half.has_arrived(identifier(2))
 
 
 def test_ec_scheduler_image_encoded_by_engine_is_held(stage: Callable[..., Stage]) -> None:
     here = stage(identity=lambda config: TowerIdentity(b"i" * 32, None))
     request = here.request("a", 1)
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.take_in(request).arrived == []
     assert here.counted() == {("misses", "embedding", "not_served"): 1}
     put(here.store, 1)
-    assert here.half.available(here.request("b", 1), 0)
+    assert here.half.can_schedule(here.request("b", 1), 0)
     assert not kept(here.half, PendingEmbedding)
 
 
@@ -628,7 +628,7 @@ def test_ec_scheduler_video_is_asked_under_its_own_identity(stage: Callable[...,
     here = stage(identity=lambda config: TowerIdentity(b"i" * 32, b"s" * 32, videos=videos))
     request = here.request("a", 1, 2)
     request.mm_features[1].modality = "video"
-    here.half.available(request, 0)
+    here.half.can_schedule(request, 0)
     here.asked(2)
     assert [asked.identity for asked, _ in here.service.asked] == [b"s" * 32, b"w" * 32]
 
@@ -637,7 +637,7 @@ def test_ec_scheduler_video_without_identity_is_miss(stage: Callable[..., Stage]
     here = stage()
     request = here.request("a", 1)
     request.mm_features[0].modality = "video"
-    assert here.half.available(request, 0)
+    assert here.half.can_schedule(request, 0)
     assert here.counted() == {("misses", "embedding", "not_served"): 1}
 
 
@@ -646,8 +646,8 @@ def test_ec_scheduler_unshared_video_is_one_counted_miss(stage: Callable[..., St
     request = here.request("a", 1)
     request.mm_features[0].identifier = unshared_name("theirs", "video_metadata")
     for _ in range(3):
-        assert here.half.available(request, 0)
-    assert not here.half.arrived(request.mm_features[0].identifier)
+        assert here.half.can_schedule(request, 0)
+    assert not here.half.has_arrived(request.mm_features[0].identifier)
     assert here.take_in(request).arrived == []
     assert here.counted() == {("misses", "embedding", "video_metadata"): 1}
     assert not kept(here.half, PendingEmbedding)
@@ -659,7 +659,7 @@ def test_ec_scheduler_trace_headers_reach_encoder(stage: Callable[..., Stage]) -
     parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     for name, headers in (("a", {**parent, "tracestate": "x=1", "baggage": "secret"}), ("b", None)):
         here.trace_headers = headers
-        here.half.available(here.request(name, ord(name)), 0)
+        here.half.can_schedule(here.request(name, ord(name)), 0)
         here.asked(ord(name) - ord("a") + 1)
     traces = [request.trace for request, _ in here.service.asked]
     assert traces == [{**parent, "tracestate": "x=1"}, None]
@@ -670,7 +670,7 @@ def test_ec_scheduler_unidentified_model_asks_no_encoder(stage: Callable[..., St
         raise CheckpointError("no weights", reason="no_weights")
 
     here = stage(identity=unknown)
-    assert here.half.available(here.request("a", 1), 0)
+    assert here.half.can_schedule(here.request("a", 1), 0)
     assert here.counted() == {("misses", "embedding", "not_served"): 1}
 
 
@@ -681,9 +681,9 @@ def test_ec_scheduler_foreign_identifier_is_one_counted_miss(
     here = stage(over=faulty)
     request = SimpleNamespace(request_id="a", cache_salt=None, mm_features=[feature(name, 0)])
     for _ in range(3):
-        assert here.half.available(request, 0)  # type: ignore[arg-type]
+        assert here.half.can_schedule(request, 0)  # type: ignore[arg-type]
     assert faulty.calls == {}
-    here.half.finished(request)  # type: ignore[arg-type]
+    here.half.finish_request(request)  # type: ignore[arg-type]
     assert here.counted() == {("misses", "embedding", "foreign_name"): 1}
     assert not kept(here.half, PendingEmbedding)
 
@@ -692,7 +692,7 @@ def test_ec_scheduler_share_embeddings_off_asks_no_store(
     stage: Callable[..., Stage], faulty: FaultyStore
 ) -> None:
     here = stage(over=faulty, share_embeddings=False)
-    assert here.half.available(here.request("a", 1), 0)
+    assert here.half.can_schedule(here.request("a", 1), 0)
     assert faulty.calls == {}
     assert not here.moves().publish
 
@@ -701,7 +701,7 @@ def test_ec_scheduler_without_tower_asks_neither_store_nor_service(
     stage: Callable[..., Stage], faulty: FaultyStore
 ) -> None:
     here = stage(over=faulty, tower="service")
-    assert here.half.available(here.request("a", 1), 0)
+    assert here.half.can_schedule(here.request("a", 1), 0)
     assert faulty.calls == {}
     assert here.service.asked == []
     assert here.counted() == {}
@@ -713,14 +713,14 @@ def test_ec_scheduler_replaced_weights_end_sharing(stage: Callable[..., Stage]) 
     put(here.store, 1)
     put(here.store, 2)
     request = here.request("a", 1)
-    assert here.half.available(request, 0)
-    assert here.half.arrived(identifier(1))
-    engine_state.current().note_replaced()
-    assert not here.half.arrived(identifier(1)), "what arrived is of the old weights"
+    assert here.half.can_schedule(request, 0)
+    assert here.half.has_arrived(identifier(1))
+    engine_state.current().mark_weights_unknown()
+    assert not here.half.has_arrived(identifier(1)), "what arrived is of the old weights"
     moves = here.take_in(request)
     assert moves.arrived == []
     assert not moves.publish
-    assert here.half.available(here.request("b", 2), 0)
+    assert here.half.can_schedule(here.request("b", 2), 0)
     assert not kept(here.half, PendingEmbedding)
     assert here.counted() == {}
 
@@ -732,22 +732,22 @@ def test_ec_scheduler_memory_limit_causes_no_deadlock(
     here = stage()
     requests = [here.request(f"r{i}", 2 * i, 2 * i + 1) for i in range(4)]
     for request in requests:
-        assert not here.half.available(request, 0)
+        assert not here.half.can_schedule(request, 0)
     here.asked(4)
     here.prepared()
     assert len(here.service.asked) == 4, "whoever has begun goes on; others wait"
     for i in range(4):
         here.answer(i)
     for request in requests[:2]:
-        assert here.half.available(request, 0)
+        assert here.half.can_schedule(request, 0)
         here.take_in(request)
     for request in requests[2:]:
-        assert not here.half.available(request, 0)
+        assert not here.half.can_schedule(request, 0)
     here.asked(8)
     for i in range(4, 8):
         here.answer(i)
     for request in requests[2:]:
-        assert here.half.available(request, 0)
+        assert here.half.can_schedule(request, 0)
         assert len(here.take_in(request).arrived) == 2
     assert here.admits_more()
 
@@ -758,7 +758,7 @@ def test_ec_scheduler_save_outcomes_are_counted(stage: Callable[..., Stage]) -> 
         CornplugECWorkerMetadata([("stored", 50), ("full", 10)])
     )
     assert isinstance(acks, CornplugECWorkerMetadata)
-    here.half.acknowledged(acks)
+    here.half.handle_acks(acks)
     assert here.counted() == {
         ("saves", "embedding", "stored"): 2,
         ("saves", "embedding", "present"): 1,
@@ -775,18 +775,18 @@ def test_ec_scheduler_idle_wait_ends_with_reply(
     busy = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=7)
     idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
     with within(25):
-        here.half.moves(idle)  # type: ignore[arg-type]
+        here.half.build_metadata(idle)  # type: ignore[arg-type]
         request = here.request("a", 1)
-        assert not here.half.available(request, 0)
+        assert not here.half.can_schedule(request, 0)
         here.asked(1)
         # Others run: they do not wait for this image.
-        here.half.moves(busy)  # type: ignore[arg-type]
+        here.half.build_metadata(busy)  # type: ignore[arg-type]
         timer = threading.Timer(0.05, here.answer)
         timer.start()
-        here.half.moves(idle)  # type: ignore[arg-type]
+        here.half.build_metadata(idle)  # type: ignore[arg-type]
         timer.join()
-        assert here.half.available(request, 0)
-        here.half.moves(idle)  # type: ignore[arg-type]
+        assert here.half.can_schedule(request, 0)
+        here.half.build_metadata(idle)  # type: ignore[arg-type]
 
 
 def test_ec_scheduler_idle_wait_ends_with_new_input(
@@ -794,14 +794,14 @@ def test_ec_scheduler_idle_wait_ends_with_new_input(
 ) -> None:
     here, looks = stage(), iter([False, False, True])
     monkeypatch.setattr(ec_scheduler, "_IDLE_STEP_S", 60.0)
-    ALARM.bind(lambda: None, lambda: next(looks))
+    WAKE_TIMER.bind(lambda: None, lambda: next(looks))
     idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
     try:
-        assert not here.half.available(here.request("a", 1), 0)
+        assert not here.half.can_schedule(here.request("a", 1), 0)
         here.asked(1)
-        here.half.moves(idle)  # type: ignore[arg-type]
+        here.half.build_metadata(idle)  # type: ignore[arg-type]
     finally:
-        ALARM.bind(None)
+        WAKE_TIMER.bind(None)
     assert next(looks, None) is None
 
 
@@ -813,9 +813,9 @@ def test_ec_scheduler_encoder_down_packs_no_pixels(
 ) -> None:
     stage = Stage(store.connect(), monkeypatch)
     packed: list[Any] = []
-    stage.inputs.of = packed.append
+    stage.inputs.tower_inputs = packed.append
     stage.service.refusal = EncoderUnavailable("none there", reason="encoder_down")
-    assert stage.half.available(stage.request("a", 1, 2), 0)
+    assert stage.half.can_schedule(stage.request("a", 1, 2), 0)
     stage.prepared()
     assert not packed
     assert stage.counted()["misses", "embedding", "encoder_down"] == 2
@@ -834,10 +834,10 @@ def test_ec_scheduler_computed_request_is_not_iterated(
     request = stage.request("a", *range(100))
     request.mm_features = Features(request.mm_features)
     end = request.mm_features[-1].mm_position.offset + request.mm_features[-1].mm_position.length
-    assert stage.half.available(request, end)
+    assert stage.half.can_schedule(request, end)
     with pytest.raises(AssertionError, match="looked at"):
-        stage.half.available(request, end - 1)
-    assert stage.half.available(stage.request("none"), 0)
+        stage.half.can_schedule(request, end - 1)
+    assert stage.half.can_schedule(stage.request("none"), 0)
 
 
 def test_ec_scheduler_deadline_follows_measured_tower_time(
@@ -845,18 +845,18 @@ def test_ec_scheduler_deadline_follows_measured_tower_time(
 ) -> None:
     stage = Stage(store.connect(), monkeypatch, load_when="pays")
     unmeasured = stage.request("a", 1)
-    assert not stage.half.available(unmeasured, 0)
+    assert not stage.half.can_schedule(unmeasured, 0)
     stage.asked(1)
     deadline_s = stage.service.asked[-1][0].deadline_s
     assert deadline_s <= 10
     within.check(10 - deadline_s, 1)
-    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 0.05)]))
-    assert not stage.half.available(stage.request("b", 2), 0)
+    stage.half.handle_acks(CornplugECWorkerMetadata(encode_times=[(ROWS, 0.05)]))
+    assert not stage.half.can_schedule(stage.request("b", 2), 0)
     stage.asked(2)
     assert stage.service.asked[-1][0].deadline_s <= 0.5
     stage.skew += 0.6
-    assert stage.half.available(stage.request("b", 2), 0), "a 50 ms tower does not wait 10 s"
-    assert not stage.half.available(unmeasured, 0)
+    assert stage.half.can_schedule(stage.request("b", 2), 0), "a 50 ms tower does not wait 10 s"
+    assert not stage.half.can_schedule(unmeasured, 0)
     assert stage.counted()["misses", "embedding", "encoder_timeout"] == 1
 
 
@@ -867,20 +867,20 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     for image in (1, 2):
         put(store.connect(), image)
     stage = Stage(connection, monkeypatch, load_when="pays")
-    assert stage.half.available(stage.request("a", 1), 0)
-    assert stage.half.arrived(identifier(1)), "nothing was measured: it is tried"
-    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 1e-9)]))
+    assert stage.half.can_schedule(stage.request("a", 1), 0)
+    assert stage.half.has_arrived(identifier(1)), "nothing was measured: it is tried"
+    stage.half.handle_acks(CornplugECWorkerMetadata(encode_times=[(ROWS, 1e-9)]))
     asked = dict(connection.calls)
     request = stage.request("b", 2)
-    assert stage.half.available(request, 0)
-    assert not stage.half.arrived(identifier(2))
+    assert stage.half.can_schedule(request, 0)
+    assert not stage.half.has_arrived(identifier(2))
     assert connection.calls == asked, "not even the store is asked"
     assert not stage.service.asked
     assert stage.counted()["misses", "embedding", "cheaper"] == 1
-    stage.half.acknowledged(CornplugECWorkerMetadata(encoded=[(ROWS, 100.0)]))
-    stage.half.finished(request)
-    assert stage.half.available(request, 0)
-    assert stage.half.arrived(identifier(2))
+    stage.half.handle_acks(CornplugECWorkerMetadata(encode_times=[(ROWS, 100.0)]))
+    stage.half.finish_request(request)
+    assert stage.half.can_schedule(request, 0)
+    assert stage.half.has_arrived(identifier(2))
 
 
 def test_ec_scheduler_embedding_of_earlier_weights_is_not_used(stage: Callable[..., Stage]) -> None:
@@ -888,15 +888,15 @@ def test_ec_scheduler_embedding_of_earlier_weights_is_not_used(stage: Callable[.
     put(here.store, 1)
     put(here.store, 2)
     request = here.request("a", 1)
-    assert here.half.available(request, 0)
-    assert here.half.arrived(identifier(1))
+    assert here.half.can_schedule(request, 0)
+    assert here.half.has_arrived(identifier(1))
     state = engine_state.current()
     state.end_update(state.begin_update(), "/new", 1)
     moves = here.take_in(request)
     assert (moves.arrived, moves.publish, moves.epoch) == ([], True, 2)
-    assert here.half.available(here.request("b", 2), 0), "named before the update"
+    assert here.half.can_schedule(here.request("b", 2), 0), "named before the update"
     assert here.counted()["misses", "embedding", "weights_updated"] == 1
     later = here.request("c", 2)
     later.mm_features[0].identifier += "-2"
-    assert here.half.available(later, 0)
+    assert here.half.can_schedule(later, 0)
     assert [item.identifier for item in here.take_in(later).arrived] == [identifier(2) + "-2"]

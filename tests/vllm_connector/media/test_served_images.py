@@ -21,10 +21,10 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker, MultiModalItem
 
 from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.config import load
-from cornplug.encoder_service.wire.embedding_file import EmbeddingHandle
+from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import (
-    MediumReply,
-    MediumRequest,
+    MediaReply,
+    MediaRequest,
     ServedModality,
     ServedModel,
     WireTensor,
@@ -34,7 +34,7 @@ from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUn
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.media import served_images
-from cornplug.vllm_connector.media.embedding_handles import PREFIX, ReceivedHandles
+from cornplug.vllm_connector.media.embedding_handles import HANDLE_PREFIX, ReceivedHandles
 from cornplug.vllm_connector.media.served_images import ServedImages, ServiceUnavailable
 
 SECRET = b"s" * 32
@@ -49,7 +49,7 @@ class Service:
     """What a RemoteEncoder brings: this answer, or this error, and the requests that it was given."""
 
     def __init__(self) -> None:
-        self.asked: list[MediumRequest] = []
+        self.asked: list[MediaRequest] = []
         self.error: EncoderError | None = None
         self.changes: dict[str, Any] = {}
         self.models: tuple[ServedModel, ...] = (served("m", IDENTITY),)
@@ -71,9 +71,9 @@ class Service:
             raise self.error
         return self.models
 
-    def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
+    def submit_media(self, request: MediaRequest) -> Future[MediaReply]:
         self.asked.append(request)
-        future: Future[MediumReply] = Future()
+        future: Future[MediaReply] = Future()
         if self.error is not None:
             future.set_exception(self.error)
             return future
@@ -90,11 +90,11 @@ class Service:
         }
         secret = self.changes.get("secret", SECRET)
         told = {name: value for name, value in self.changes.items() if name in claims}
-        handle = EmbeddingHandle(**{**claims, **told}).signed(secret)
+        handle = EmbeddingHandle(**{**claims, **told}).to_signed_text(secret)
         tensor = WireTensor("float32", (6, 8), rows.tobytes()[: self.changes.get("size", 192)])
         # A service of an older release sends no `decoding`.
         named = {} if self.changes.get("decoding", "?") is None else {"decoding": request.decoding}
-        future.set_result(MediumReply(handle=handle, tensor=tensor, **named))
+        future.set_result(MediaReply(handle=handle, tensor=tensor, **named))
         return future
 
 
@@ -190,8 +190,8 @@ def test_parse_image_gives_the_services_rows_and_the_name_of_its_content(
         (asked,) = service.asked
         assert (asked.data, asked.url, asked.identity, asked.app) == (PNG, "", IDENTITY, "chat")
         key = embedding_key(SECRET, IDENTITY, MEDIA, None)
-        named = images._handles.name({**item, "image_grid_thw": torch.tensor([1, 4, 6])}, "image", {})
-        assert named == f"{PREFIX}{MEDIA.hex()}-{key.hex()}"
+        named = images._handles.mm_hash_for({**item, "image_grid_thw": torch.tensor([1, 4, 6])}, "image", {})
+        assert named == f"{HANDLE_PREFIX}{MEDIA.hex()}-{key.hex()}"
         service.asked.clear()
     rows, _ = (make("llava"), parsed(tracker()))[1]
     assert isinstance(rows, torch.Tensor)
@@ -202,7 +202,7 @@ def test_parse_image_is_decoded_as_this_vllm_does(
 ) -> None:
     make()
     for version, rule in (("0.32.0+cpu", "vllm-0.32"), ("0.33.0+cpu", "vllm-0.33")):
-        monkeypatch.setattr(VersionRange, "installed", lambda self, version=version: version)
+        monkeypatch.setattr(VersionRange, "installed_version", lambda self, version=version: version)
         parsed(tracker())
         assert service.asked[-1].decoding == rule
     # A service of an older release decodes as vLLM 0.32, whatever it is asked for.
@@ -211,7 +211,7 @@ def test_parse_image_is_decoded_as_this_vllm_does(
         ServiceUnavailable, match=r"with vllm-0.32, but this server needs vllm-0.33; update cornplug"
     ):
         parsed(tracker())
-    monkeypatch.setattr(VersionRange, "installed", lambda self: "0.32.0")
+    monkeypatch.setattr(VersionRange, "installed_version", lambda self: "0.32.0")
     parsed(tracker())
 
 
@@ -311,7 +311,7 @@ def test_rows_that_are_not_proved_to_be_the_engines_are_never_used(
     service.changes = changes
     with pytest.raises(ServiceUnavailable):
         parsed(tracker())
-    assert not images._handles._brought
+    assert not images._handles._claims
 
 
 def test_parse_image_refuses_what_only_an_engine_with_a_tower_does(make: Make) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cornplug.vllm_connector.media.video_digest import (
-    VideoUnshared,
+    VideoNotShared,
     check_options,
     looks_unshared,
     unshared_name,
@@ -73,7 +73,7 @@ def test_video_digest_of_equal_values_in_other_forms_is_equal() -> None:
     ],
 )
 def test_video_digest_of_other_frames_is_refused(frames: object) -> None:
-    with pytest.raises(VideoUnshared) as refused:
+    with pytest.raises(VideoNotShared) as refused:
         video_digest(frames, METADATA)
     assert refused.value.reason == "video_frames"
 
@@ -89,7 +89,7 @@ def test_video_digest_of_other_frames_is_refused(frames: object) -> None:
     ],
 )
 def test_video_digest_of_unknown_metadata_is_refused(metadata: object) -> None:
-    with pytest.raises(VideoUnshared) as refused:
+    with pytest.raises(VideoNotShared) as refused:
         video_digest(FRAMES, metadata)
     assert refused.value.reason == "video_metadata"
 
@@ -120,7 +120,7 @@ def test_check_options_of_known_arguments_passes(options: Mapping[str, Any]) -> 
     ],
 )
 def test_check_options_of_other_arguments_is_refused(options: Mapping[str, Any]) -> None:
-    with pytest.raises(VideoUnshared) as refused:
+    with pytest.raises(VideoNotShared) as refused:
         check_options(options)
     assert refused.value.reason == "video_options"
 

@@ -176,7 +176,7 @@ def test_tower_identity_of_videos_is_served_and_counts_positions(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def videos(folder: Path, **fields: Any) -> Any:
-        found = tower_identity(config(folder, **fields)).of("video")
+        found = tower_identity(config(folder, **fields)).for_modality("video")
         assert found is not None
         return found
 
@@ -203,7 +203,7 @@ def test_tower_identity_of_videos_is_served_and_counts_positions(
     found = {base.identity, videos(faster).identity, asked.identity, videos(qwen).identity, served}
     found.add(spelled.identity)
     assert len(found) == 6
-    assert tower_identity(config(qwen)).of("audio") is None
+    assert tower_identity(config(qwen)).for_modality("audio") is None
 
 
 def test_tower_identity_shares_images_where_videos_cannot_be_identified(
@@ -219,4 +219,4 @@ def test_tower_identity_shares_images_where_videos_cannot_be_identified(
     )
     found = model.tower_identity()
     assert (found.videos, found.why_no_videos) == (None, "modality")
-    assert found.of("image") is found
+    assert found.for_modality("image") is found

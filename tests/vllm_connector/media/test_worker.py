@@ -56,7 +56,7 @@ def published(worker: ECWorker) -> list[tuple[str, int]]:
     """Outcomes, once the publishers have nothing to do."""
     for publisher in _publishers:
         publisher.flush(60)
-    acks = worker.acks()
+    acks = worker.take_acks()
     return acks.saves if acks is not None else []
 
 
@@ -76,7 +76,7 @@ def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtyp
     assert torch.equal(cache[NAME], value)
     worker.save(NAME, value, CornplugECMetadata())
     assert published(worker) == [("present", 3 * 8 * value.element_size())]
-    assert worker.acks() is None
+    assert worker.take_acks() is None
     worker.close()
 
 
@@ -116,7 +116,7 @@ def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
     worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
     with (
         mock.patch.object(embeddings, "put_payload", side_effect=RuntimeError("device")),
-        mock.patch.object(embeddings, "_MAX_WAITING", 4),
+        mock.patch.object(embeddings, "_MAX_QUEUED", 4),
     ):
         for _ in range(12):
             worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
@@ -128,13 +128,13 @@ def test_ec_worker_publish_error_frees_queue_place(store: MemoryStore) -> None:
 def test_ec_worker_slow_store_bounds_publish_queue(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embeddings, "_MAX_WAITING", 2)
+    monkeypatch.setattr(embeddings, "_MAX_QUEUED", 2)
     go = threading.Event()
     with mock.patch.object(embeddings, "put_payload", side_effect=lambda *a, **k: go.wait(60) and "stored"):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
         for _ in range(5):
             worker.save(NAME, torch.ones(2, 2), CornplugECMetadata())
-        acks = worker.acks()
+        acks = worker.take_acks()
         assert acks is not None
         assert acks.saves == [("busy", 0)] * 3
         go.set()
@@ -175,9 +175,9 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
         assert time.monotonic() < end_s
         metas += [meta] if (meta := connector.build_connector_worker_meta()) is not None else []
     assert metas[-1].saves == [("stored", 32)]
-    [(rows, encoded_s)] = metas[0].encoded
+    [(rows, encoded_s)] = metas[0].encode_times
     assert (rows, encoded_s > 0) == (2, True)
-    [(size, copied_s)] = metas[0].copied
+    [(size, copied_s)] = metas[0].copy_times
     assert (size, copied_s > 0) == (4, True)
     connector.shutdown()
 
@@ -195,12 +195,12 @@ def facade(
         device_config=SimpleNamespace(device="cpu"),
     )
     over = runtime((store or MemoryStore(capacity_bytes=1 << 16)).connect())
-    early, scheduler = ec_connector.early_prefill, ec_connector.ECScheduler
+    early, scheduler = ec_connector.create_early_prefill, ec_connector.ECScheduler
     if half is not None:
         early, scheduler = (lambda config: None), (lambda *_, **__: half)  # type: ignore[assignment, misc]
     with (
-        mock.patch.object(ec_connector, "runtime", side_effect=lambda extra: over),
-        mock.patch.object(ec_connector, "early_prefill", early),
+        mock.patch.object(ec_connector, "get_runtime", side_effect=lambda extra: over),
+        mock.patch.object(ec_connector, "create_early_prefill", early),
         mock.patch.object(ec_connector, "ECScheduler", scheduler),
     ):
         return CornplugECConnector(config, role)
@@ -214,7 +214,7 @@ def inputs(norm: Any) -> MediaInputs:
     with (
         mock.patch("vllm.config.set_current_vllm_config"),
         mock.patch("vllm.model_executor.layers.fusion.mm_input_norm.build_mm_input_norm", return_value=norm),
-        mock.patch.object(encoder_requests, "in_workers_only", return_value=False),
+        mock.patch.object(encoder_requests, "is_media_in_workers_only", return_value=False),
     ):
         return MediaInputs(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
 
@@ -229,7 +229,7 @@ def item(**tensors: Any) -> MultiModalFeatureSpec:
 def test_media_inputs_keep_values_dtype_and_shape() -> None:
     pixels = torch.randn(3, 4, 4, dtype=torch.bfloat16)
     grid = torch.tensor([1, 2, 2])
-    sent = inputs(IdentityInputNorm()).of(
+    sent = inputs(IdentityInputNorm()).tower_inputs(
         item(pixel_values=pixels.transpose(1, 2), image_grid_thw=grid, other=torch.ones(1))
     )
     assert set(sent) == {"pixel_values", "image_grid_thw"}
@@ -240,7 +240,9 @@ def test_media_inputs_keep_values_dtype_and_shape() -> None:
 
 
 def test_media_inputs_scalar_keeps_shape_and_value() -> None:
-    sent = inputs(IdentityInputNorm()).of(item(pixel_values=torch.ones(1), image_grid_thw=torch.tensor(7)))
+    sent = inputs(IdentityInputNorm()).tower_inputs(
+        item(pixel_values=torch.ones(1), image_grid_thw=torch.tensor(7))
+    )
     assert sent["image_grid_thw"].shape == ()
     assert int.from_bytes(sent["image_grid_thw"].data, "little") == 7
 
@@ -267,18 +269,18 @@ def test_media_inputs_hold_only_fields_of_family(model_type: str, sent: set[str]
     )
     made = MediaInputs(config)
     fields = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
-    assert set(made.of(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
+    assert set(made.tower_inputs(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
 
 
 def test_media_inputs_raw_pixels_are_normalised() -> None:
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
-    found = inputs(norm(mean, std)).of(item(pixel_values=pixels))["pixel_values"]
+    found = inputs(norm(mean, std)).tower_inputs(item(pixel_values=pixels))["pixel_values"]
     wanted = (pixels.view(5, 3, 4) / 255 - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
     read = torch.frombuffer(bytearray(found.data), dtype=torch.float32).view(found.shape)
     assert found.dtype == "float32"
     torch.testing.assert_close(read, wanted.view(5, 12))
-    raw = inputs(IdentityInputNorm()).of(item(pixel_values=pixels))["pixel_values"]
+    raw = inputs(IdentityInputNorm()).tower_inputs(item(pixel_values=pixels))["pixel_values"]
     assert torch.equal(torch.frombuffer(bytearray(raw.data), dtype=torch.float32).view(5, 12), pixels.float())
 
 
@@ -304,7 +306,7 @@ def test_media_inputs_in_workers_only_are_refused(
         get_multimodal_config=lambda: cache,
     )
     with pytest.raises(EncoderRefused) as error:
-        MediaInputs(config).of(item(address=torch.ones(1), monotonic_id=torch.ones(1)))
+        MediaInputs(config).tower_inputs(item(address=torch.ones(1), monotonic_id=torch.ones(1)))
     assert error.value.reason == reason
     assert ("--mm-processor-cache-type" in caplog.text) is (kind == "shm")
 
@@ -320,5 +322,5 @@ def test_media_inputs_in_workers_only_are_refused(
 )
 def test_media_inputs_without_pixels_are_refused(feature: MultiModalFeatureSpec) -> None:
     with pytest.raises(EncoderRefused) as error:
-        inputs(IdentityInputNorm()).of(feature)
+        inputs(IdentityInputNorm()).tower_inputs(feature)
     assert error.value.reason == "no_inputs"

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv.cache_geometry import OF_ATTENTION, OF_LATENTS, require_plain
+from cornplug.vllm_connector.kv.cache_geometry import ATTENTION_FIELDS, LATENT_FIELDS, require_plain_blocks
 from cornplug.vllm_connector.kv.page_kinds import page_kinds
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "
 
 @pytest.mark.parametrize(
     ("listed", "specs"),
-    [(OF_LATENTS, (MLAAttentionSpec,)), (OF_ATTENTION, (FullAttentionSpec, SlidingWindowSpec))],
+    [(LATENT_FIELDS, (MLAAttentionSpec,)), (ATTENTION_FIELDS, (FullAttentionSpec, SlidingWindowSpec))],
     ids=["latents", "attention"],
 )
 def test_cache_specs_lists_name_fields_that_vllm_has(listed: Mapping[str, str], specs: Any) -> None:
@@ -41,9 +41,9 @@ def test_cache_specs_unknown_field_is_refused() -> None:
     class Later(SlidingWindowSpec):
         sinks: int = 0
 
-    require_plain(Later(**SIZES, sliding_window=100))
+    require_plain_blocks(Later(**SIZES, sliding_window=100))
     with pytest.raises(LayoutError, match="sinks 4"):
-        require_plain(Later(**SIZES, sliding_window=100, sinks=4))
+        require_plain_blocks(Later(**SIZES, sliding_window=100, sinks=4))
 
 
 CONTEXTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}

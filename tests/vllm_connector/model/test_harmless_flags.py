@@ -18,8 +18,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from cornplug.engine_common.engine_config import defaults_of
-from cornplug.identity import canonical
+from cornplug.engine_common.engine_config import default_values
+from cornplug.identity import canonical_json
 from cornplug.vllm_connector.model import model_config
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 from cornplug.vllm_connector.model.model_fields import HARMLESS_VARIABLES
@@ -86,7 +86,7 @@ def _differing(config: Any, plain: Any) -> set[str]:
     found = set()
     for part in _parts(config):
         owner = type(part).__name__
-        known = vars(others[owner]) if owner in others else defaults_of(type(part))
+        known = vars(others[owner]) if owner in others else default_values(type(part))
         for name in TABLES[owner].harmless.keys() & vars(part).keys():
             if repr(getattr(part, name)) != repr(known.get(name)):
                 found.add(f"{owner}.{name}")
@@ -94,7 +94,7 @@ def _differing(config: Any, plain: Any) -> set[str]:
 
 
 def test_harmless_fields_are_in_run_or_have_a_reason(plain: Any, resolved: Mapping[str, Any]) -> None:
-    listed = {f"{tables.of}.{name}" for tables in TABLES.values() for name in tables.harmless}
+    listed = {f"{tables.class_name}.{name}" for tables in TABLES.values() for name in tables.harmless}
     existing = {f"{n}.{one.name}" for n in TABLES for one in dataclasses.fields(CLASSES[n])}
     in_runs = {name for config in resolved.values() for name in _differing(config, plain)}
     assert unexplained(listed & existing, in_runs, vllm.FIELDS, listed=listed) == {}
@@ -127,7 +127,7 @@ def test_run_has_the_keys_of_plain_engine(
 
     def keys(config: Any) -> tuple[Any, ...]:
         fingerprint, spec = kv_identity(config)
-        return fingerprint, canonical(spec), tower_identity(config).identity
+        return fingerprint, canonical_json(spec), tower_identity(config).identity
 
     expected = keys(plain)
     for variable, value in vllm.runs(RELEASE)[name].environment(folders[1]).items():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.weights_guard import differing
+from cornplug.engine_common.weights_guard import find_difference
 from cornplug.vllm_connector.model import reloads, setting_verdicts
 from devkit import checkpoints
 
@@ -53,7 +53,7 @@ def rewrite(folder: Path, part: str) -> str:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_differing_weights_of_same_files_is_none(folder: Path, dtype: torch.dtype) -> None:
-    name, compared = differing(Loaded(folder, dtype), Checkpoint.open(str(folder)))
+    name, compared = find_difference(Loaded(folder, dtype), Checkpoint.open(str(folder)))
     assert name is None
     assert compared >= 8  # two layers of language model and of tower, two norms each
 
@@ -62,7 +62,7 @@ def test_differing_weights_of_same_files_is_none(folder: Path, dtype: torch.dtyp
 def test_differing_weights_of_rewritten_file_are_named(folder: Path, part: str) -> None:
     model = Loaded(folder, torch.bfloat16)
     changed = rewrite(folder, part)
-    name, _ = differing(model, Checkpoint.open(str(folder)))
+    name, _ = find_difference(model, Checkpoint.open(str(folder)))
     assert name is not None
     assert changed.endswith(name)
 
@@ -84,13 +84,13 @@ def test_load_model_of_rewritten_file_ends_sharing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kv: str, dummy: bool, ends: bool
 ) -> None:
     monkeypatch.setattr(
-        setting_verdicts, "of_everything", lambda config: setting_verdicts.SettingsVerdict({}, {})
+        setting_verdicts, "judge_common", lambda config: setting_verdicts.SettingsVerdict({}, {})
     )
     model = Loaded(folder, torch.float32)
     runner = SimpleNamespace(get_model=lambda: model)
     worker = SimpleNamespace(vllm_config=config(folder, kv), model_runner=runner)
     load_model(lambda worker, **_: None, worker)
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     rewrite(folder, "language_model")
     load_model(lambda worker, **_: None, worker, load_dummy_weights=dummy)
-    assert weights_guard.replaced() is ends
+    assert weights_guard.has_replaced_weights() is ends

@@ -26,10 +26,10 @@ def config(lora: object) -> Any:
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU has other kernels")
 def test_adapts_neighbours_says_what_the_kernel_does() -> None:
-    assert compat.adapts_neighbours(config(object())) == mixes_them_up()
+    assert compat.may_apply_foreign_adapter(config(object())) == mixes_them_up()
 
 
 def test_adapts_neighbours_is_of_engines_with_adapters_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not compat.adapts_neighbours(config(None))
+    assert not compat.may_apply_foreign_adapter(config(None))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    assert not compat.adapts_neighbours(config(object()))
+    assert not compat.may_apply_foreign_adapter(config(object()))

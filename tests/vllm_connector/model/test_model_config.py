@@ -22,9 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families.family import PRECISION_VARIABLES
-from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, misplaced
+from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, find_misplaced
 from cornplug.errors import CheckpointError
-from cornplug.identity import canonical
+from cornplug.identity import canonical_json
 from cornplug.vllm_connector.media import early_prefill
 from cornplug.vllm_connector.model import model_config as model
 from cornplug.vllm_connector.model import model_fields, runtime_fields, setting_verdicts
@@ -34,7 +34,7 @@ from devkit import checkpoints
 from devkit.quantised import quantised
 
 TABLES: dict[str, FieldTables] = {
-    tables.of: tables
+    tables.class_name: tables
     for module in (model_fields, model_fields, runtime_fields)
     for tables in vars(module).values()
     if isinstance(tables, FieldTables)
@@ -72,7 +72,7 @@ def changed(resolved: Any) -> Callable[..., Any]:
 
 def kv_key(config: Any) -> tuple[bytes, bytes]:
     fingerprint, spec = kv_identity(config)
-    return fingerprint, canonical(spec)
+    return fingerprint, canonical_json(spec)
 
 
 def test_tower_identity_with_quantised_llm_is_unchanged(resolved: Any, folder: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_kv_identity_of_latents_is_equal_in_processes_with_and_without_the_model
 def test_field_tables_hold_each_field_once(name: str) -> None:
     """Fails with the names of what a release of vLLM has added."""
     fields = dataclasses.fields(CLASSES[name])
-    assert misplaced(TABLES[name], (one.name for one in fields)) == {}
+    assert find_misplaced(TABLES[name], (one.name for one in fields)) == {}
 
 
 def _parts(config_class: Any) -> Iterator[tuple[str, Any]]:
@@ -212,7 +212,7 @@ def _names(tables: FieldTables) -> set[str]:
 
 
 def _judged_whole(tables: FieldTables) -> Iterator[Any]:
-    for name, inner in _parts(CLASSES[tables.of]):
+    for name, inner in _parts(CLASSES[tables.class_name]):
         if name in tables.harmless or name in tables.refused or tables.in_key.get(name) == AS_OVERRIDE:
             yield inner
 
@@ -618,7 +618,7 @@ def test_kv_identity_of_another_hub_is_that_of_a_local_folder_only(
         SimpleNamespace(model_config=SimpleNamespace(model="org/name"), speculative_config=None),
         SimpleNamespace(model_config=resolved.model_config, speculative_config=draft),
     ):
-        assert setting_verdicts._environment(config).refusals
+        assert setting_verdicts._judge_environment(config).refusals
 
 
 def test_keys_of_both_model_runners_are_equal(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:

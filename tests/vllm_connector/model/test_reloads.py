@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCore
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import StartedModel
+from cornplug.engine_common.model_identity import InitialModel
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.model import model_config, reloads, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity
@@ -62,7 +62,7 @@ class Rank:
 
     def reload_weights(self, weights_iterator: Any = None, weights_path: str | None = None, **_: Any) -> None:
         def original(worker: Rank, weights_path: str | None) -> None:
-            assert weights_guard.replaced(), "no process shares meanwhile"
+            assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
             if weights_path is not None:
                 worker.vllm_config.model_config.model = weights_path
             worker.model.load_weights(read(Path(worker.vllm_config.model_config.model)))
@@ -140,9 +140,9 @@ def engine_config(folder: Path) -> Any:
 @pytest.fixture
 def core(old: Path, monkeypatch: pytest.MonkeyPatch) -> Core:
     """A core that has begun with the old weights."""
-    monkeypatch.setattr(model_config, "_started_llm", StartedModel())
-    monkeypatch.setattr(model_config, "_started_tower", StartedModel())
-    engine_state.current().core_began()
+    monkeypatch.setattr(model_config, "_initial_llm", InitialModel())
+    monkeypatch.setattr(model_config, "_initial_tower", InitialModel())
+    engine_state.current().record_core_start()
     core = Core(engine_config(old), ranks=2)
     kv_identity(core.vllm_config)
     return core
@@ -158,7 +158,7 @@ def fingerprint(folder: Path) -> bytes:
 
 def test_reload_names_the_new_weights_and_the_first_ones_again(core: Core, old: Path, new: Path) -> None:
     assert core.reload(weights_path=str(new)) == [None, None]
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     assert (weights(core), weights_guard.epoch()) == (fingerprint(new), 2)
     core.reload(None, str(old))
     assert (weights(core), weights_guard.epoch()) == (fingerprint(old), 4)
@@ -176,9 +176,9 @@ def test_reload_of_the_same_folder_after_it_was_rewritten_names_its_weights(
 
 def test_reload_after_sleep_shares_again(core: Core, new: Path) -> None:
     sleep(EngineCore.sleep, core, 2)
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     assert core.reset()
-    assert weights_guard.replaced(), "no weights are known"
+    assert weights_guard.has_replaced_weights(), "no weights are known"
     core.reload(weights_path=str(new))
     assert weights(core) == fingerprint(new)
 
@@ -190,13 +190,16 @@ def test_reload_beside_blocks_of_the_old_weights_waits_for_a_reset(core: Core, n
     else:
         core.pool.cached_block_hash_to_block.append(1)
     core.reload(weights_path=str(new))
-    assert (weights_guard.replaced(), engine_state.current().unknown()) == (True, False)
+    assert (weights_guard.has_replaced_weights(), engine_state.current().has_unknown_weights()) == (
+        True,
+        False,
+    )
     assert core.reset() is (left == "cached")
     if left == "used":
-        assert weights_guard.replaced()
+        assert weights_guard.has_replaced_weights()
         core.pool.used = 1
         assert core.reset()
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
     assert weights(core) == fingerprint(new)
 
 
@@ -206,7 +209,7 @@ def test_reload_that_waits_for_a_reset_is_over_once_the_engine_sleeps(core: Core
     core.pool.used = 1
     sleep(EngineCore.sleep, core, 2)
     assert core.reset()
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 def cut(folder: Path) -> None:
@@ -242,7 +245,7 @@ BEFORE: dict[str, Callable[[Core, Path], Any]] = {
     "experts": lambda core, new: setattr(core.vllm_config.parallel_config, "enable_eplb", True),
     "quantised": lambda core, new: setattr(core.vllm_config.model_config, "quantization", "fp8"),
     "object store": lambda core, new: setattr(core.vllm_config.model_config, "model_weights", "s3://x"),
-    "another engine": lambda core, new: engine_state.current().core_began(),
+    "another engine": lambda core, new: engine_state.current().record_core_start(),
     "consolidated": lambda core, new: shutil.copy(
         next(new.glob("*.safetensors")), new / "consolidated.safetensors"
     ),
@@ -268,13 +271,13 @@ def test_reload_that_is_not_of_a_known_folder_ends_sharing(
     BEFORE.get(what, lambda *_: None)(core, new)
     core.ranks[1].then = lambda: MEANWHILE.get(what, lambda *_: None)(core, new)
     core.reload(weights_path=str(new), **CALLS.get(what, {}))
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
     with pytest.raises(CheckpointError) as caught:
         weights(core)
     assert caught.value.reason == "weights_updated"
     core.ranks[1].then = lambda: None
     core.reload(weights_path=str(old))
-    assert weights_guard.replaced(), "what was loaded over unknown weights may lack a part"
+    assert weights_guard.has_replaced_weights(), "what was loaded over unknown weights may lack a part"
 
 
 def test_reload_that_raised_ends_sharing(core: Core, new: Path) -> None:
@@ -284,20 +287,20 @@ def test_reload_that_raised_ends_sharing(core: Core, new: Path) -> None:
     core.ranks[1].then = broken
     with pytest.raises(RuntimeError, match="memory"):
         core.reload(weights_path=str(new))
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 def test_reload_without_cornplug_is_vllm_s_own(core: Core, new: Path) -> None:
     core.vllm_config.kv_transfer_config = core.vllm_config.ec_transfer_config = None
     core.ranks = []
     assert core.reload(weights_path=str(new)) == []
-    assert not weights_guard.replaced()
+    assert not weights_guard.has_replaced_weights()
 
 
 def test_scheduler_init_counts_engine_cores() -> None:
     scheduler = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
     make_scheduler(lambda *_: None, scheduler)
-    assert not engine_state.current().one_core()
+    assert not engine_state.current().has_one_core()
     scheduler.vllm_config.ec_transfer_config = SimpleNamespace(ec_connector="CornplugECConnector")
     make_scheduler(lambda *_: None, scheduler)
-    assert engine_state.current().one_core()
+    assert engine_state.current().has_one_core()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.v1.engine.core import EngineCore
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import StartedModel
+from cornplug.engine_common.model_identity import InitialModel
 from cornplug.vllm_connector.model import model_config, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 from devkit import checkpoints
@@ -39,7 +39,7 @@ class TransferRank(Rank):
         self._weight_update_active = self._weight_update_is_draft = self.is_stuck = False
 
     def start_weight_update(self) -> None:
-        assert weights_guard.replaced(), "no process shares meanwhile"
+        assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
         if self._weight_update_active:
             raise RuntimeError("a weight update is already active")
         self._weight_update_active, self._weight_update_is_draft = True, False
@@ -48,7 +48,7 @@ class TransferRank(Rank):
         self._weight_update_active = self._weight_update_is_draft = True
 
     def update_weights(self, update_info: Any = None) -> None:
-        assert weights_guard.replaced(), "no process shares meanwhile"
+        assert weights_guard.has_replaced_weights(), "no process shares meanwhile"
         self._require()
         self.weights += 1
         self.then()
@@ -110,8 +110,8 @@ def shares_as() -> str | None:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(model_config, "_started_llm", StartedModel())
-    monkeypatch.setattr(model_config, "_started_tower", StartedModel())
+    monkeypatch.setattr(model_config, "_initial_llm", InitialModel())
+    monkeypatch.setattr(model_config, "_initial_tower", InitialModel())
     config = engine_config(checkpoints.qwen2_vl(tmp_path / "old"))
     config.kv_transfer_config.kv_connector_extra_config = dict(TRUST)
     config.weight_transfer_config = SimpleNamespace(backend="nccl")
@@ -121,7 +121,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def core(config: Any) -> TransferCore:
     """A core before its first update."""
-    engine_state.current().core_began()
+    engine_state.current().record_core_start()
     return TransferCore(config)
 
 
@@ -145,9 +145,9 @@ def test_weight_transfer_in_chunks_is_named_at_its_end_alone(core: TransferCore)
     for _ in range(3):
         core.call("update_weights", update_info={})
         core.name("6")
-        assert weights_guard.replaced()
+        assert weights_guard.has_replaced_weights()
     core.call("finish_weight_update")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     core.name("7")
     assert (shares_as(), weights_guard.epoch()) == ("7", 2)
     core.name("8")
@@ -159,8 +159,8 @@ def test_weight_transfer_without_a_name_is_off_until_one_comes(
     version: str | None, core: TransferCore
 ) -> None:
     core.update(version)
-    assert weights_guard.replaced()
-    assert not engine_state.current().unknown()
+    assert weights_guard.has_replaced_weights()
+    assert not engine_state.current().has_unknown_weights()
     core.update("9")
     assert shares_as() == "9"
 
@@ -168,7 +168,7 @@ def test_weight_transfer_without_a_name_is_off_until_one_comes(
 def test_weight_transfer_with_the_version_before_it_is_off_until_another_comes(core: TransferCore) -> None:
     core.update("7")
     core.update("7")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     core.name("8")
     assert shares_as() == "8"
 
@@ -182,7 +182,7 @@ def test_weight_transfer_beside_blocks_of_old_weights_waits_for_a_reset(
     else:
         core.pool.cached_block_hash_to_block.append(1)
     core.update("7")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     core.pool.used = 1
     assert core.reset()
     assert shares_as() == "7"
@@ -195,7 +195,7 @@ def test_weight_transfer_that_waits_is_over_once_the_engine_sleeps(core: Transfe
     core.pool.used = 1
     core.reset()
     core.name("8")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
     core.update("9")
     assert shares_as() == "9"
 
@@ -220,9 +220,11 @@ LOST: dict[str, Callable[[TransferCore], Any]] = {
     "ray": parallel(distributed_executor_backend="ray"),
     "experts": parallel(enable_eplb=True),
     "quantised": lambda core: setattr(core.vllm_config.model_config, "quantization", "fp8"),
-    "another engine": lambda core: engine_state.current().core_began(),
+    "another engine": lambda core: engine_state.current().record_core_start(),
     "unknown before": lambda core: core.call("start_draft_weight_update"),
-    "trainer's own method": lambda core: setattr(core.ranks[1], "then", lambda: weight_updates._called("x")),
+    "trainer's own method": lambda core: setattr(
+        core.ranks[1], "then", lambda: weight_updates._handle_call("x")
+    ),
 }
 
 
@@ -233,18 +235,18 @@ def test_weight_transfer_that_cannot_be_followed_ends_sharing(what: str, core: T
         core.update("7")
     except RuntimeError:
         assert what in ("failed on one rank", "unknown before")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
     core.ranks[1].then = lambda: None
     for rank in core.ranks:
         rank._weight_update_active = False
     core.update("8")
-    assert weights_guard.replaced()
+    assert weights_guard.has_replaced_weights()
 
 
 @pytest.mark.parametrize(("active", "draft"), [(True, False), (False, True)])
 def test_rank_is_done_not_within_a_transfer_nor_after_a_draft_s(active: bool, draft: bool) -> None:
     rank = SimpleNamespace(_weight_update_active=active, _weight_update_is_draft=draft)
-    assert not weight_updates.rank_is_done(SimpleNamespace(worker=rank))
+    assert not weight_updates.is_rank_done(SimpleNamespace(worker=rank))
 
 
 def test_weight_transfer_whose_ranks_do_not_answer_ends_sharing(
@@ -253,15 +255,15 @@ def test_weight_transfer_whose_ranks_do_not_answer_ends_sharing(
     def dead(_: Any) -> bool:
         raise TimeoutError
 
-    monkeypatch.setattr(weight_updates, "rank_is_done", dead)
+    monkeypatch.setattr(weight_updates, "is_rank_done", dead)
     core.update("7")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 def test_weight_transfer_where_versions_are_not_trusted_ends_sharing(core: TransferCore) -> None:
     core.vllm_config.kv_transfer_config.kv_connector_extra_config = {}
     core.update("7")
-    assert engine_state.current().unknown()
+    assert engine_state.current().has_unknown_weights()
 
 
 def test_weight_transfer_of_an_engine_that_shares_embeddings_alone_is_named(core: TransferCore) -> None:
@@ -275,7 +277,7 @@ def test_weight_transfer_of_an_engine_that_shares_embeddings_alone_is_named(core
 
 def test_weight_transfer_without_cornplug_is_vllm_s_own(core: TransferCore) -> None:
     core.vllm_config.kv_transfer_config = core.vllm_config.ec_transfer_config = None
-    assert not weight_updates.is_transfer("update_weights", core.vllm_config)
+    assert not weight_updates.is_transfer_call("update_weights", core.vllm_config)
 
 
 NAMES = st.sampled_from([None, "1", "2", "3", "default"])
@@ -296,8 +298,8 @@ STEPS = st.one_of(
 def test_weight_transfer_in_any_order_never_shares_mixed_weights(steps: list[Any]) -> None:
     """Whatever is called when: an engine that shares holds KV of its weights alone, and the version that it
     shares as was given after the last of them had come."""
-    engine_state.begin(anew=True)
-    engine_state.current().core_began()
+    engine_state.record_engine_start(fresh=True)
+    engine_state.current().record_core_start()
     config = engine_config(Path("/none"))
     config.kv_transfer_config.kv_connector_extra_config = dict(TRUST)
     config.weight_transfer_config = None
@@ -331,8 +333,8 @@ def test_weight_transfer_in_any_order_never_shares_mixed_weights(steps: list[Any
                     for rank in core.ranks:
                         rank.weights += 1
         except RuntimeError:
-            assert engine_state.current().unknown()
-        if weights_guard.replaced():
+            assert engine_state.current().has_unknown_weights()
+        if weights_guard.has_replaced_weights():
             continue
         assert set(core.pool.cached_block_hash_to_block) <= {core.ranks[0].weights}
         assert not core.ranks[0]._weight_update_active

@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from cornplug.encoder_service.preprocess import decoder_ipc, decoder_process, jail
+from cornplug.encoder_service.preprocess import decoder_process, decoders, jail
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 
 _TAKEN_OVER: Final = """
@@ -92,13 +92,13 @@ def reach(secret: Path, absent: str = "") -> list[str]:
             pass_fds=[child.fileno()],
         )
     with service:
-        ready, _ = decoder_ipc.receive(service, decoder_ipc.DecoderReady)
-        assert set(ready.bars) == set(jail.BARS) - {absent}
-        job = decoder_ipc.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
-        decoder_ipc.send(service, job, decoder_ipc.memory([b"HOSTILE"]))
-        decoder_ipc.receive(service, decoder_ipc.FromDecoder)
-        decoder_ipc.send(service, decoder_ipc.DecodeGo())
-        failed, _ = decoder_ipc.receive(service, decoder_ipc.FromDecoder)
+        ready, _ = decoders.receive(service, decoders.DecoderReady)
+        assert set(ready.bars) == set(jail.RESTRICTIONS) - {absent}
+        job = decoders.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
+        decoders.send(service, job, decoders.create_memfd([b"HOSTILE"]))
+        decoders.receive(service, decoders.FromDecoder)
+        decoders.send(service, decoders.DecodeGo())
+        failed, _ = decoders.receive(service, decoders.FromDecoder)
     process.wait(60)
     done: list[str] = json.loads(failed.message.partition("damaged: ")[2])
     return done
@@ -135,7 +135,7 @@ def test_jail_of_a_kernel_without_one_bar_keeps_the_secret(tmp_path: Path) -> No
 
 def test_decoder_process_reports_its_bars(caplog: pytest.LogCaptureFixture) -> None:
     process = DecoderProcess(max_bytes=2 << 30, on_killed=lambda why: None)
-    decoder_process._report.cache_clear()
+    decoder_process._log_restrictions.cache_clear()
     with caplog.at_level(logging.INFO):
         process.start()
     status = Path(f"/proc/{process.pid}/status").read_text()
@@ -144,7 +144,7 @@ def test_decoder_process_reports_its_bars(caplog: pytest.LogCaptureFixture) -> N
     assert "Seccomp:\t2" in status
     assert "confined by no_new_privs, Landlock, seccomp" in caplog.text
     caplog.clear()
-    decoder_process._report(("no_new_privs",))
+    decoder_process._log_restrictions(("no_new_privs",))
     assert "without Landlock, seccomp" in caplog.text
 
 

@@ -20,9 +20,9 @@ from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess, SandboxedDecoder
 from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
-    MediumDecoder,
-    MediumHeader,
-    accept_any,
+    MediaDecoder,
+    MediaHeader,
+    accept_any_header,
 )
 from cornplug.encoder_service.wire.messages import DECODINGS, Decoding
 from cornplug.errors import EncoderRefused, MediaError
@@ -47,7 +47,7 @@ class Cell:
         self, *, limit_s: float = 30.0, deadline_s: float = 60.0, wanted: Callable[[], bool] = lambda: True
     ) -> SandboxedDecoder:
         end_s = time.monotonic() + deadline_s
-        return SandboxedDecoder(self.process, limit_s=limit_s, end_s=end_s, wanted=wanted)
+        return SandboxedDecoder(self.process, limit_s=limit_s, end_s=end_s, is_needed=wanted)
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +58,17 @@ def cell() -> Iterator[Cell]:
     one.process.close()
 
 
-def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> tuple[Any, ...]:
+def outcome(decode: Callable[[MediaDecoder], Any], decoder: MediaDecoder) -> tuple[Any, ...]:
     """The decoded medium, or the refusal, in comparable form."""
     try:
         made = decode(decoder)
     except MediaError as e:
         return e.reason, str(e)
     if isinstance(made, RgbPixels):
-        return made.width, made.height, bytes(made.data), made.digest(), made.image().tobytes()
+        return made.width, made.height, bytes(made.data), made.digest(), made.to_image().tobytes()
     if hasattr(made, "samples"):
         return made.rate, made.samples.dtype, made.samples.tobytes()
-    return made.indices, made.source, made.frames.shape, made.frames.tobytes(), made.digest()
+    return made.indices, made.header, made.frames.shape, made.frames.tobytes(), made.digest()
 
 
 def images() -> Iterator[tuple[str, bytes]]:
@@ -83,8 +83,8 @@ def test_sandboxed_decoder_images_equal_in_process_bit_for_bit(cell: Cell) -> No
     for name, data in images():
         for rule in DECODINGS:
 
-            def decode(decoder: MediumDecoder, data: bytes = data, rule: Decoding = rule) -> Any:
-                return decoder.image(data, MAX_PIXELS, accept_any, decoding=rule)
+            def decode(decoder: MediaDecoder, data: bytes = data, rule: Decoding = rule) -> Any:
+                return decoder.decode_image(data, MAX_PIXELS, accept_any_header, decoding=rule)
 
             assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), (name, rule)
     assert cell.killed == []
@@ -96,8 +96,8 @@ def test_sandboxed_decoder_images_equal_in_process_bit_for_bit(cell: Cell) -> No
     ids=["wav", "flac", "mp3", "nothing", "garbage"],
 )
 def test_sandboxed_decoder_audio_equals_in_process(cell: Cell, data: bytes) -> None:
-    def decode(decoder: MediumDecoder) -> Any:
-        return decoder.audio(data, 5.0, accept_any)
+    def decode(decoder: MediaDecoder) -> Any:
+        return decoder.decode_audio(data, 5.0, accept_any_header)
 
     assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder())
 
@@ -112,15 +112,15 @@ def test_sandboxed_decoder_videos_equal_in_process(cell: Cell) -> None:
     def all_of_too_many(source: VideoHeader) -> range:
         return range(source.total * 50)
 
-    def from_file(decoder: MediumDecoder) -> Any:
-        return decoder.video(film, some, LIMITS, accept_any)
+    def from_file(decoder: MediaDecoder) -> Any:
+        return decoder.decode_video(film, some, LIMITS, accept_any_header)
 
-    def badly_chosen(decoder: MediumDecoder) -> Any:
-        return decoder.video(film, all_of_too_many, LIMITS, accept_any)
+    def badly_chosen(decoder: MediaDecoder) -> Any:
+        return decoder.decode_video(film, all_of_too_many, LIMITS, accept_any_header)
 
-    def from_pictures(decoder: MediumDecoder) -> Any:
+    def from_pictures(decoder: MediaDecoder) -> Any:
         frames = [saved(Image.fromarray(np.asarray(frame)), "PNG") for frame in shown]
-        return decoder.frames(frames, 2.0, LIMITS, accept_any)
+        return decoder.decode_frames(frames, 2.0, LIMITS, accept_any_header)
 
     for decode in (from_file, badly_chosen, from_pictures):
         assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), decode.__name__
@@ -132,11 +132,14 @@ def test_sandboxed_decoder_jpeg_of_many_scans_is_refused(cell: Cell, within: Tim
     assert len(attack) < 2 << 20
     for decoder in (InProcessDecoder(), cell.decoder()):
         with within.cpu(1.0), pytest.raises(MediaError) as refused:
-            decoder.image(attack, 64_000_000, accept_any)
+            decoder.decode_image(attack, 64_000_000, accept_any_header)
         assert refused.value.reason == "too_many_scans"
     # What real encoders write is far below it.
     progressive = saved(hostile_images.sample_image(1), "JPEG", progressive=True)
-    assert InProcessDecoder().image(progressive, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        InProcessDecoder().decode_image(progressive, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
     assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
 
 
@@ -151,18 +154,23 @@ def test_decoder_process_slow_job_is_killed_next_is_decoded() -> None:
     cell.process.start()
     before = cell.process.pid
     with pytest.raises(MediaError) as refused:
-        cell.decoder(limit_s=0.2).image(slow(), 64_000_000, accept_any)
+        cell.decoder(limit_s=0.2).decode_image(slow(), 64_000_000, accept_any_header)
     assert refused.value.reason == "too_slow"
     with pytest.raises(EncoderRefused) as late:
-        cell.decoder(deadline_s=0.4).image(slow(), 64_000_000, accept_any)
+        cell.decoder(deadline_s=0.4).decode_image(slow(), 64_000_000, accept_any_header)
     assert late.value.reason == "too_late"
     left = time.monotonic() + 0.3
     with pytest.raises(EncoderRefused):
-        cell.decoder(wanted=lambda: time.monotonic() < left).image(slow(), 64_000_000, accept_any)
+        cell.decoder(wanted=lambda: time.monotonic() < left).decode_image(
+            slow(), 64_000_000, accept_any_header
+        )
     assert cell.killed[:1] == ["too_slow"]
     assert set(cell.killed) <= {"too_slow", "too_late", "gone"}
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
     assert cell.process.pid != before
     cell.process.close()
 
@@ -171,37 +179,46 @@ def test_decoder_process_memory_bomb_is_refused_next_is_decoded() -> None:
     cell = Cell(max_bytes=500 << 20)
     huge = saved(Image.new("RGB", (12_000, 12_000)), "PNG")
     with pytest.raises(MediaError) as refused:
-        cell.decoder().image(huge, 150_000_000, accept_any)
+        cell.decoder().decode_image(huge, 150_000_000, accept_any_header)
     assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
     cell.process.close()
 
 
 def test_decoder_process_death_costs_one_medium_at_most(cell: Cell) -> None:
     good = saved(hostile_images.sample_image(1), "PNG")
-    cell.decoder().image(good, MAX_PIXELS, accept_any)
+    cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header)
     pid = cell.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z")
     # Its death while idle fails no request.
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
 
-    def kill(header: MediumHeader) -> None:
+    def kill(header: MediaHeader) -> None:
         assert cell.process.pid is not None
         os.kill(cell.process.pid, signal.SIGKILL)
 
     with pytest.raises(MediaError) as refused:
-        cell.decoder().image(good, MAX_PIXELS, kill)
+        cell.decoder().decode_image(good, MAX_PIXELS, kill)
     assert refused.value.reason == "crashed"
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
 
 
 def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell, within: TimeLimits) -> None:
-    on_header: list[MediumHeader] = []
+    on_header: list[MediaHeader] = []
 
-    def object_to(header: MediumHeader) -> None:
+    def object_to(header: MediaHeader) -> None:
         on_header.append(header)
         raise EncoderRefused("no room", reason="overloaded")
 
@@ -209,14 +226,17 @@ def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell, within
     before, used_s = cell.process.pid, cpu_s(cell.process)
     attack = slow()
     with pytest.raises(EncoderRefused, match="no room"):
-        cell.decoder().image(attack, 64_000_000, object_to)
+        cell.decoder().decode_image(attack, 64_000_000, object_to)
     with pytest.raises(EncoderRefused, match="no room"):
-        cell.decoder().audio(wav(tone(1.3)), 5.0, object_to)
+        cell.decoder().decode_audio(wav(tone(1.3)), 5.0, object_to)
     within.check(cpu_s(cell.process) - used_s, 1.5)
     assert [h.pixels for h in on_header] == [7900 * 7900, 0]
     assert on_header[1].seconds == pytest.approx(1.3, abs=0.05)
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
+    assert (
+        cell.decoder().decode_image(good, MAX_PIXELS, accept_any_header).to_image().size
+        == hostile_images.SIDE
+    )
     assert cell.process.pid == before
 
 
@@ -259,7 +279,7 @@ def test_decoder_process_repeated_jpegs_take_no_fresh_memory(progressive: bool) 
         cell.process.start()
         for _ in range(12):
             before = minor_faults(cell.process)
-            cell.decoder().image(data, MAX_PIXELS, accept_any)
+            cell.decoder().decode_image(data, MAX_PIXELS, accept_any_header)
             taken.append(minor_faults(cell.process) - before)
     finally:
         cell.process.close()

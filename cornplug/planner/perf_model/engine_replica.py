@@ -23,9 +23,15 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.request_classes import SampledRequest
-from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, isolated_prefill_s
-from cornplug.planner.simulator.stations import QueuePeak, Station
+from cornplug.planner.inputs.request_sampling import SampledRequest
+from cornplug.planner.perf_model.stations import (
+    EventAgenda,
+    QueuePeak,
+    Station,
+    TokenLog,
+    encode_batches_s,
+    isolated_prefill_s,
+)
 
 
 class EngineReplica:
@@ -55,7 +61,7 @@ class EngineReplica:
             # `wake`.
             self._agenda.add(now, self, -1 - job)
             return
-        group.queue(job, request)
+        group.enqueue(job, request)
         if self._idle:
             # Add an event instead of a call, so that requests that arrive at the same time share the
             # iteration.
@@ -69,10 +75,10 @@ class EngineReplica:
             return (-1 - token,)
         if token != self._version:
             return ()
-        self.busy_s += self._log.within(self._start, now)
-        left = self._groups[0].end(self._count, now)
+        self.busy_s += self._log.measured_overlap_s(self._start, now)
+        left = self._groups[0].advance(self._count, now)
         for group in self._groups[1:]:
-            left += group.end(self._count, now)
+            left += group.advance(self._count, now)
         self.outstanding -= len(left)
         self._begin(now)
         return left
@@ -96,7 +102,7 @@ class EngineReplica:
     # Pieces of work -------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
-        filled = [group.fill() for group in self._groups]
+        filled = [group.fill_iteration() for group in self._groups]
         self._mixed = any(tokens for tokens, _ in filled)
         if self._mixed:
             mean = sum(
@@ -108,7 +114,7 @@ class EngineReplica:
             ]
             self._schedule(now, 1, max(seconds))
             return
-        leaves = [group.next_leave for group in self._groups if group.running]
+        leaves = [group.iterations_until_leave for group in self._groups if group.running]
         if leaves:
             count = min(leaves)
             self._schedule(now, count, self._decode_run_s(count))
@@ -141,11 +147,11 @@ class EngineReplica:
 
     def _cut_short(self, now: float) -> None:
         """End the consecutive decode iterations after the current iteration."""
-        count = self._iterations_by(now - self._start)
+        count = self._iterations_until(now - self._start)
         if count < self._count:
             self._schedule(self._start, count, self._decode_run_s(count))
 
-    def _iterations_by(self, seconds: float) -> int:
+    def _iterations_until(self, seconds: float) -> int:
         """Return the smallest number of consecutive iterations, at least 1, that take `seconds` or more."""
         square = self._steps.kv_token_s * self._most_running / 2
         linear = self._decode_run_s(1) - square
@@ -167,7 +173,7 @@ class GroupScheduler:
         assert station.steps is not None
         self._station, self._steps, self._log = station, station.steps, log
         self._prefills, self._decodes = "P" in station.tasks, "D" in station.tasks
-        self._weighs = station.router == "least_work" and station.replicas > 1
+        self._tracks_work = station.router == "least_work" and station.replicas > 1
         self._decode_s: dict[int, float] = {}
         self._waiting: deque[tuple[int, SampledRequest]] = deque()
         self._partial: tuple[int, SampledRequest, int] | None = None
@@ -181,23 +187,23 @@ class GroupScheduler:
         """Number of tokens to which the running requests attend."""
         self._reserved = 0
         self.work_s = 0.0
-        self._prefilling = self._most_prefilling = self._most_waiting = 0
+        self._prefill_tokens = self._max_prefill_tokens = self._max_waiting = 0
         """Number of prompt tokens in requests that have not finished prefill, the peak of this number, and
         the peak number of waiting requests."""
         self.outstanding = 0
 
     @property
     def queue_peak(self) -> QueuePeak:
-        return QueuePeak(self._most_waiting, self._most_prefilling)
+        return QueuePeak(self._max_waiting, self._max_prefill_tokens)
 
     @property
-    def next_leave(self) -> int:
+    def iterations_until_leave(self) -> int:
         """Number of iterations until the first running request leaves."""
         return self.running[0][0] - self._iteration
 
     # Admission ------------------------------------------------------------------------------
 
-    def queue(self, job: int, request: SampledRequest) -> None:
+    def enqueue(self, job: int, request: SampledRequest) -> None:
         """Insert a request after the requests of the same or higher priority, as both engines do."""
         self.outstanding += 1
         self.work_s += self._prefill_work_s(request) + self._decode_work_s(request)
@@ -205,9 +211,9 @@ class GroupScheduler:
         while at and priority[self._waiting[at - 1][0]] < priority[job]:
             at -= 1
         self._waiting.insert(at, (job, request))
-        self._prefilling += request.prompt_tokens if self._prefills else 0
-        self._most_waiting = max(self._most_waiting, len(self._waiting))
-        self._most_prefilling = max(self._most_prefilling, self._prefilling)
+        self._prefill_tokens += request.prompt_tokens if self._prefills else 0
+        self._max_waiting = max(self._max_waiting, len(self._waiting))
+        self._max_prefill_tokens = max(self._max_prefill_tokens, self._prefill_tokens)
 
     def admits_next(self, job: int) -> bool:
         """Return whether `job` is first in the queue and could join an iteration that starts now."""
@@ -216,20 +222,20 @@ class GroupScheduler:
 
     def check_fits(self, request: SampledRequest) -> None:
         """Raise ConfigError if the request's KV is larger than the cache."""
-        if self._needs(request) > self._station.kv_tokens:
+        if self._needed_kv_tokens(request) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
-                f"a request needs {self._needs(request)} tokens of KV, but the replica has "
+                f"a request needs {self._needed_kv_tokens(request)} tokens of KV, but the replica has "
                 f"{self._station.kv_tokens}",
                 "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
             )
 
-    def _needs(self, request: SampledRequest) -> int:
+    def _needed_kv_tokens(self, request: SampledRequest) -> int:
         """Return the number of KV tokens that the request needs in total on this replica."""
         return request.prompt_tokens + request.output_tokens if self._decodes else request.prompt_tokens
 
     def _admissible(self, request: SampledRequest) -> bool:
-        if self._reserved + self._needs(request) > self._station.kv_tokens:
+        if self._reserved + self._needed_kv_tokens(request) > self._station.kv_tokens:
             return False
         if not self._decodes:
             return True
@@ -239,22 +245,22 @@ class GroupScheduler:
 
     def _admit(self) -> tuple[int, SampledRequest]:
         job, request = self._waiting.popleft()
-        self._reserved += self._needs(request)
+        self._reserved += self._needed_kv_tokens(request)
         return job, request
 
     # An iteration ---------------------------------------------------------------------------
 
-    def fill(self) -> tuple[int, float]:
+    def fill_iteration(self) -> tuple[int, float]:
         """Choose the requests of the next iteration.
 
         Returns (number of prompt tokens, seconds to encode the prompts' media items).
         """
-        return self._pack() if self._prefills else self._join()
+        return self._pack() if self._prefills else self._admit_prefilled()
 
-    def _join(self) -> tuple[int, float]:
+    def _admit_prefilled(self) -> tuple[int, float]:
         """Admit requests whose prompt was computed on another replica."""
         while self._waiting and self._admissible(self._waiting[0][1]):
-            self._run(*self._admit())
+            self._start_decoding(*self._admit())
         return 0, 0.0
 
     def _pack(self) -> tuple[int, float]:
@@ -270,7 +276,7 @@ class GroupScheduler:
                     break
                 job, _ = self._admit()
                 if "E" in self._station.tasks:
-                    encode_s += batches_s(self._station, request.patches)
+                    encode_s += encode_batches_s(self._station, request.patches)
             else:
                 break
             take = min(rest, budget - tokens) if self._station.chunked else rest
@@ -282,11 +288,11 @@ class GroupScheduler:
                 self.prefilled.append((job, request))
         return tokens, encode_s
 
-    def _run(self, job: int, request: SampledRequest) -> None:
+    def _start_decoding(self, job: int, request: SampledRequest) -> None:
         heappush(self.running, (self._iteration + request.output_tokens - 1, job, request))
         self.context += request.prompt_tokens
 
-    def end(self, iterations: int, now: float) -> list[int]:
+    def advance(self, iterations: int, now: float) -> list[int]:
         """Advance by `iterations` and return the jobs that leave."""
         left = self._end_decodes(iterations, now)
         if self.prefilled:
@@ -301,7 +307,7 @@ class GroupScheduler:
         while self.running and self.running[0][0] <= self._iteration:
             _, job, request = heappop(self.running)
             self.context -= request.prompt_tokens + request.output_tokens - 1
-            self._leave(job, request, now)
+            self._release(job, request, now)
             left.append(job)
         return left
 
@@ -309,17 +315,17 @@ class GroupScheduler:
         left = []
         for job, request in self.prefilled:
             self._log.first_token[job] = now
-            self._prefilling -= request.prompt_tokens
+            self._prefill_tokens -= request.prompt_tokens
             if self._decodes and request.output_tokens > 1:
-                self._run(job, request)
+                self._start_decoding(job, request)
             else:
-                self._leave(job, request, now)
+                self._release(job, request, now)
                 left.append(job)
         self.prefilled.clear()
         return left
 
-    def _leave(self, job: int, request: SampledRequest, now: float) -> None:
-        self._reserved -= self._needs(request)
+    def _release(self, job: int, request: SampledRequest, now: float) -> None:
+        self._reserved -= self._needed_kv_tokens(request)
         self.work_s -= self._decode_work_s(request)
         if self._decodes:
             self._log.last_token[job] = now
@@ -337,10 +343,12 @@ class GroupScheduler:
         return seconds
 
     def _prefill_work_s(self, request: SampledRequest) -> float:
-        return isolated_prefill_s(self._station, request) if self._weighs and self._prefills else 0.0
+        return isolated_prefill_s(self._station, request) if self._tracks_work and self._prefills else 0.0
 
     def _decode_work_s(self, request: SampledRequest) -> float:
-        if not self._weighs or not self._decodes:
+        if not self._tracks_work or not self._decodes:
             return 0.0
-        batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(request)), 1)
+        batch = max(
+            min(self._station.max_batch, self._station.kv_tokens // self._needed_kv_tokens(request)), 1
+        )
         return (request.output_tokens - 1) * self.decode_step_s(batch) / batch

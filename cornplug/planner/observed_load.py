@@ -25,35 +25,43 @@ from cornplug.planner.plan import Plan, PlanRoute
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """(name, sorted labels) of a metric's series."""
 
-FINISHED: Final = ("vllm:request_success_total", "sglang:num_requests_total")
-REJECTED: Final = ("vllm:admission_rejections_total",)
-PRESENT: Final = (
+FINISHED_METRICS: Final = ("vllm:request_success_total", "sglang:num_requests_total")
+REJECTED_METRICS: Final = ("vllm:admission_rejections_total",)
+PRESENT_METRICS: Final = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
 )
-WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
-PROMPT: Final = ("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
-OUTPUT: Final = ("vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
-TTFT: Final = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
-TPOT: Final = (
+WAITING_METRICS: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+PROMPT_METRICS: Final = ("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
+OUTPUT_METRICS: Final = ("vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
+TTFT_METRICS: Final = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+TPOT_METRICS: Final = (
     "vllm:request_time_per_output_token_seconds",
     "sglang:request_time_per_output_token_seconds",
 )
-CACHED: Final = (
+CACHED_METRICS: Final = (
     "vllm:prefix_cache_hits_total",
     "vllm:external_prefix_cache_hits_total",
     "sglang:cached_tokens_total",
 )
-LOOKED_UP: Final = ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
-EMBEDDINGS: Final = "cornplug_encoder_answers_total"
+LOOKUP_METRICS: Final = ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_total")
+EMBEDDING_METRIC: Final = "cornplug_encoder_answers_total"
 
 _TIMEOUT_S: Final = 10.0
-_COUNTED: Final = PROMPT + OUTPUT + TTFT + TPOT
-_HISTOGRAMS: Final = tuple(f"{name}{end}" for name in _COUNTED for end in ("_bucket", "_sum"))
-_KEPT: Final = frozenset(FINISHED + REJECTED + PRESENT + CACHED + LOOKED_UP + (EMBEDDINGS,) + _HISTOGRAMS)
-EVERYTHING: Final = ""
+_HISTOGRAM_METRICS: Final = PROMPT_METRICS + OUTPUT_METRICS + TTFT_METRICS + TPOT_METRICS
+_HISTOGRAM_SERIES: Final = tuple(f"{name}{end}" for name in _HISTOGRAM_METRICS for end in ("_bucket", "_sum"))
+_USED_SERIES: Final = frozenset(
+    FINISHED_METRICS
+    + REJECTED_METRICS
+    + PRESENT_METRICS
+    + CACHED_METRICS
+    + LOOKUP_METRICS
+    + (EMBEDDING_METRIC,)
+    + _HISTOGRAM_SERIES
+)
+ALL_ENGINES: Final = ""
 """Name of the scope that contains all of the plan's engines."""
 
 
@@ -75,17 +83,17 @@ class HistogramCounts:
     """Sum of all values."""
 
     @property
-    def number(self) -> float:
+    def value_count(self) -> float:
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        return self.total / self.number
+        return self.total / self.value_count
 
     def quantile(self, q: float) -> float:
         """Return a quantile, interpolated linearly within its bucket, as in Prometheus'
         histogram_quantile."""
-        left, low = q * self.number, 0.0
+        left, low = q * self.value_count, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if left <= count and count:
                 return low + (bound - low) * left / count if bound != float("inf") else low
@@ -169,23 +177,23 @@ def window_between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedW
             f"the second snapshot is {-seconds:g} s older than the first snapshot",
             "Set a newer file, or remove the state file.",
         )
-    grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
-    present = _sum(after.values, PRESENT) - _sum(before.values, PRESENT)
-    looked_up = _sum(grown, LOOKED_UP)
+    grown = {s: _counter_increase(before.values.get(s, 0.0), v) for s, v in after.values.items()}
+    present = _sum(after.values, PRESENT_METRICS) - _sum(before.values, PRESENT_METRICS)
+    looked_up = _sum(grown, LOOKUP_METRICS)
     return ObservedWindow(
         seconds=seconds,
-        requests=max(_sum(grown, FINISHED) + _sum(grown, REJECTED) + present, 0.0),
-        waiting=_sum(after.values, WAITING),
-        prompt=_counts(grown, PROMPT),
-        output=_counts(grown, OUTPUT),
-        ttft=_counts(grown, TTFT),
-        tpot=_counts(grown, TPOT),
+        requests=max(_sum(grown, FINISHED_METRICS) + _sum(grown, REJECTED_METRICS) + present, 0.0),
+        waiting=_sum(after.values, WAITING_METRICS),
+        prompt=_counts(grown, PROMPT_METRICS),
+        output=_counts(grown, OUTPUT_METRICS),
+        ttft=_counts(grown, TTFT_METRICS),
+        tpot=_counts(grown, TPOT_METRICS),
         restarted=any(
             value < before.values.get(series, 0.0)
             for series, value in after.values.items()
-            if series[0] in FINISHED
+            if series[0] in FINISHED_METRICS
         ),
-        cached_share=_sum(grown, CACHED) / looked_up if looked_up else None,
+        cached_share=_sum(grown, CACHED_METRICS) / looked_up if looked_up else None,
         embedding_hits=_embedding_hits(grown),
     )
 
@@ -205,7 +213,7 @@ def _get(address: str) -> str:
 def _text(body: str) -> Iterator[tuple[Series, float]]:
     for family in text_string_to_metric_families(body):
         for sample in family.samples:
-            if sample.name in _KEPT:
+            if sample.name in _USED_SERIES:
                 yield (sample.name, tuple(sorted(sample.labels.items()))), sample.value
 
 
@@ -213,11 +221,11 @@ def _json(body: str) -> Iterator[tuple[Series, float]]:
     for row in json.loads(body)["data"]["result"]:
         labels = dict(row["metric"])
         name = labels.pop("__name__")
-        if name in _KEPT:
+        if name in _USED_SERIES:
             yield (name, tuple(sorted(labels.items()))), float(row["value"][1])
 
 
-def _grown(before: float, after: float) -> float:
+def _counter_increase(before: float, after: float) -> float:
     """Return the increase of a counter. A counter that decreased was reset when its process was restarted."""
     return after - before if after >= before else after
 
@@ -239,14 +247,14 @@ def _counts(grown: Mapping[Series, float], names: tuple[str, ...]) -> HistogramC
             bound = float(named.pop("le"))
             stairs.setdefault((name, tuple(sorted(named.items()))), {})[bound] = value
     bounds = sorted({b for steps in stairs.values() for b in steps})
-    reached = [sum(_at(steps, b) for steps in stairs.values()) for b in bounds]
+    reached = [sum(_cumulative_count(steps, b) for steps in stairs.values()) for b in bounds]
     counts = tuple(max(b - a, 0.0) for a, b in zip([0.0, *reached], reached, strict=False))
     if not sum(counts):
         return None
     return HistogramCounts(tuple(bounds), counts, _sum(grown, {f"{n}_sum" for n in names}))
 
 
-def _at(steps: Mapping[float, float], bound: float) -> float:
+def _cumulative_count(steps: Mapping[float, float], bound: float) -> float:
     return max((v for b, v in steps.items() if b <= bound), default=0.0)
 
 
@@ -254,7 +262,7 @@ def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
     computed: dict[str, float] = {}
     answered: dict[str, float] = {}
     for (name, labels), value in grown.items():
-        if name == EMBEDDINGS:
+        if name == EMBEDDING_METRIC:
             named = dict(labels)
             answered[named["app"]] = answered.get(named["app"], 0.0) + value
             if named["origin"] == "computed":
@@ -269,7 +277,7 @@ class ClassShare:
     window: ObservedWindow
     rate: float
     """Expected rate of the class in the scope, according to the input."""
-    parts: Mapping[str, float]
+    shares: Mapping[str, float]
     """Share of the scope's requests by class, according to the plan's routes."""
     name: str
     """Name of the class."""
@@ -278,16 +286,16 @@ class ClassShare:
     a single group."""
 
     @property
-    def part(self) -> float:
-        return self.parts[self.name]
+    def share(self) -> float:
+        return self.shares[self.name]
 
     @property
     def exclusive(self) -> bool:
         """Whether all of the scope's requests belong to this class."""
-        return self.part > 1 - 1e-9
+        return self.share > 1 - 1e-9
 
     @property
-    def answers(self) -> bool:
+    def counts_outputs(self) -> bool:
         """Whether the scope's engines count each request exactly once, with its complete output."""
         return "D" in self.tasks or self.tasks == "G"
 
@@ -307,10 +315,10 @@ def scopes(plan: Plan) -> dict[str, frozenset[str]]:
     A scope is a set of engines with common metrics: all engines, or the engines of an application, a request
     class or a group.
     """
-    found: dict[str, frozenset[str]] = {EVERYTHING: frozenset()}
+    found: dict[str, frozenset[str]] = {ALL_ENGINES: frozenset()}
     for route in plan.routes:
         name = class_of(route)
-        for scope in (EVERYTHING, route.app, name, *(g for s in route.stages for g in s.groups)):
+        for scope in (ALL_ENGINES, route.app, name, *(g for s in route.stages for g in s.groups)):
             found[scope] = found.get(scope, frozenset()) | {name}
     return found
 
@@ -348,7 +356,7 @@ def class_shares(
     """
     tasks = _tasks(plan)
     for scope, window in windows.items():
-        expected = rates_at(plan, scope, rates)
+        expected = scope_rates(plan, scope, rates)
         if expected.get(name, 0.0) > 0:
             whole = sum(expected.values())
             parts = {other: rate / whole for other, rate in expected.items()}
@@ -357,10 +365,10 @@ def class_shares(
 
 def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
     """Return the planned requests per second of each class for a scope's engines."""
-    return rates_at(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
+    return scope_rates(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
 
 
-def scope_does(plan: Plan, scope: str, task: str) -> bool:
+def scope_does_task(plan: Plan, scope: str, task: str) -> bool:
     """Return whether a scope's engines do a task ("P" or "D"). A scope with several groups does all tasks."""
     return task in _tasks(plan).get(scope, task)
 
@@ -369,7 +377,7 @@ def sole_group(plan: Plan, scope: str, task: str) -> str | None:
     """Return the group that does a task for all of a scope's requests, or None if several groups or no group
     do the task."""
     if scope in _tasks(plan):
-        return scope if scope_does(plan, scope, task) else None
+        return scope if scope_does_task(plan, scope, task) else None
     inside = scopes(plan)[scope]
     stages = [stage for r in plan.routes if class_of(r) in inside for stage in r.stages]
     found = {group for stage in stages if task in stage.tasks for group in stage.groups}
@@ -380,7 +388,7 @@ def _tasks(plan: Plan) -> dict[str, str]:
     return {g.name: g.tasks for g in plan.groups}
 
 
-def rates_at(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
+def scope_rates(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
     """Return the requests per second of each class that a scope would receive if the classes had these
     rates."""
     planned: dict[str, float] = {}

@@ -1,1 +1,0 @@
-"""Implementation of `cornplug profile`, which measures a component's times on this machine."""

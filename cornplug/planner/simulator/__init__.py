@@ -1,1 +1,0 @@
-"""Discrete-event simulation of requests that visit stations of replicas: one station, or a complete plan."""
