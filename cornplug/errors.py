@@ -2,7 +2,7 @@
 
     CornplugError
     ├── ConfigError            a setting is wrong (names the field and the remedy)
-    │   └── SocketTaken        another process is listening on the socket
+    │   └── SocketInUse        another process is listening on the socket
     ├── CheckpointError        a checkpoint cannot be read or belongs to an unknown family
     ├── MediaError             a medium cannot be decoded or is rejected
     ├── CodecError             bytes do not match their header

@@ -160,8 +160,8 @@ def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
 
     Args:
         frames: `array_digest` of the sampled frames.
-        metadata: Rate, duration and numbers of the sampled frames. They determine positions and timestamps in
-            the language model, which `frames_digest` does not cover.
+        metadata: Frame rate, duration and indices of the sampled frames. They determine positions and
+            timestamps in the language model, which `frames_digest` does not cover.
 
     Raises TypeError or ValueError in the same cases as `canonical_json`.
     """

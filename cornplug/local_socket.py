@@ -222,7 +222,7 @@ class SocketClaim:
         setting: Name of the setting that contains the path, for error messages.
         wait_s: Maximum time in seconds to wait for the lock if another process is about to end.
 
-    Raises SocketTaken if another process is listening on the path. Raises ConfigError if the path cannot be a
+    Raises SocketInUse if another process is listening on the path. Raises ConfigError if the path cannot be a
     socket, or if another user could create a socket there.
     """
 

@@ -195,7 +195,8 @@ class RoutedApplication(Application):
                 class.
             request: Name of the request class. The default is the application's only class.
             retry_s: Time in seconds during which a request may be sent again if no engine has executed it.
-            price: Speeds with which the client compares a cache miss with a longer queue.
+            price: Speeds in tokens per second, with which the client weighs the computation of a missing
+                prefix against the wait in a longer queue.
             openai_arguments: Arguments for `openai.OpenAI`, such as `timeout` or `api_key`.
         """
         from cornplug.apps import client

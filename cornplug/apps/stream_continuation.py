@@ -146,7 +146,7 @@ def decode_event(event: bytes) -> dict[str, Any] | None:
 
 
 def encode_event(data: Mapping[str, Any]) -> bytes:
-    """Encode a JSON object as an event, as vLLM and SGLang do."""
+    """Encode a JSON object as a server-sent event, in the format of vLLM and SGLang."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 

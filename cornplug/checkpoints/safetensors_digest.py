@@ -126,7 +126,8 @@ def tensor_files(folder: Path) -> list[Path]:
     """Return the safetensors files that engines load from a checkpoint folder, sorted by name.
 
     Raises CheckpointError: "missing_shard" if a file in the index is missing, "not_safetensors" if the folder
-    contains only other formats, "no_weights", or "bad_header" if the index is invalid.
+    contains only other formats, "no_weights" if it contains no weights, or "bad_header" if the index is
+    invalid.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():

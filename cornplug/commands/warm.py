@@ -81,12 +81,12 @@ def main(argv: list[str]) -> int:
     if not args.check:
         _run(args, lines, report)
     _print_report(args, report)
-    if args.left is not None:
+    if args.failed is not None:
         failed = report.failed_lines()
         texts = [
             raw for n, raw in enumerate(args.file.read_text(encoding="utf-8").split("\n"), 1) if n in failed
         ]
-        args.left.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        args.failed.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     return 1 if report.errors else 0
 
 
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME",
         help="environment variable with the API key of the engine and the service (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--left", type=Path, metavar="FILE", help="write failed lines to FILE")
+    parser.add_argument("--failed", type=Path, metavar="FILE", help="write failed lines to FILE")
     parser.add_argument(
         "--check", action="store_true", help="read FILE and its images without sending requests"
     )

@@ -89,7 +89,7 @@ def check_exposure(config: EncoderConfig, qos: QosConfig) -> None:
     if config.require_key and not (have_keys or config.admin_key.get_secret_value()):
         raise ConfigError(
             "encoder.require_key",
-            "set, but there are no keys",
+            "set, but no API keys are configured",
             "Set api_keys or tenants of a class in [qos.classes.NAME].",
         )
     if not (is_loopback(config.host) or config.require_key or config.allow_anonymous):

@@ -147,8 +147,8 @@ def receive(sock: socket.socket, kind: Any) -> Any:
 
 
 class SharedBuffer:
-    """Memfd that grows as needed, as mapped by one of the two processes. The two processes write and read
-    alternately."""
+    """One process's mapping of a memfd that grows as needed. The service and its replica process write and
+    read it alternately."""
 
     def __init__(self, fd: int) -> None:
         self.fd: Final = fd

@@ -1,7 +1,7 @@
 """Observes a request's events, to update `ServiceMetrics` and the spans of the client's trace.
 
-preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
-                          └───────────────────────── refused, or gone ──────────────────────────┘
+preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> replied
+                          └───────────────────────── refused, or cancelled ──────────────────────────┘
 
 Callers pass their trace context (OpenTelemetry) in W3C headers or in `EncodeRequest.trace`. Without an SDK,
 the OpenTelemetry API's no-op tracer is used, which records nothing. Therefore no code has to check whether
@@ -110,10 +110,10 @@ class _ExportedTracing(RequestTracing):
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
-    """Return the tracing that the OTEL_* variables configure.
+    """Return the tracing that the OTEL_* variables configure, or NO_TRACING if they are not set.
 
-    Returns OFF if they are not set. If the SDK is not installed, logs a warning and returns OFF. Under
-    `opentelemetry-instrument`, the tracer provider of this command is used.
+    If the SDK is not installed, logs a warning and returns NO_TRACING. Under `opentelemetry-instrument`, the
+    tracer provider that this command has installed is used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return NO_TRACING

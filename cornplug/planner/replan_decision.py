@@ -126,7 +126,8 @@ def _group_time(
 
 
 def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
-    """Return whether a window has enough requests, and a rate that does not exceed the planned rate."""
+    """Return whether a window can be compared with the plan: it has enough requests, and its rate does not
+    exceed the planned rate."""
     planned = sum(observed_load.planned_rates(plan, scope).values())
     return counts.value_count >= MIN_REQUESTS and window.rate <= MAX_LOAD_RATIO * planned
 

@@ -38,7 +38,7 @@ _GROUP = "CORNPLUG_SGLANG_GROUP"
 HTTP_WORKERS: Final = "cornplug.sglang_hooks.http_workers:app"
 _APPLICATION_VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
 _IMAGE_PART: Final = "images"
-"""Name of the plugin part (`check_plugin.py`) that the front ends need."""
+"""Name of the plugin part (`plugin.py`) that the front ends need."""
 _lock = threading.Lock()
 _tally = ServerTally()
 
@@ -67,7 +67,7 @@ def turn_off() -> None:
 
 
 def publish_parts(parts: Iterable[str]) -> None:
-    """Publish to the server's child processes which parts of the plugin they need (`check_plugin.py`)."""
+    """Publish to the server's child processes which parts of the plugin they need (`plugin.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 

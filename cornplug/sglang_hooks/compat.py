@@ -2,7 +2,7 @@
 of hooks, and the salt of a request.
 
 SGLang loads plugins by entry point, and its hook registry can hook any of SGLang's functions. Each module of
-this package lists its hooks (`HOOKS`), and `check_plugin.py` registers them.
+this package lists its hooks (`HOOKS`), and `plugin.py` registers them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def bind_arguments(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call of `target` by parameter name, including default values.
+    """Map the arguments of a call to the names of `target`'s parameters, including default values.
 
     Hooks read arguments by name, because SGLang's signatures change between releases.
     """

@@ -245,10 +245,12 @@ class Store(ABC):
     def reserve(
         self, entries: Sequence[tuple[bytes, int]], terms: ReserveTerms, *, deadline_s: float
     ) -> list[Reservation | ReserveRefusal]:
-        """Reserve memory for each (key, size in bytes of the whole entry).
+        """Reserve memory for each (key, size in bytes of the whole entry). Return a Reservation or the reason
+        of the refusal for each key.
 
-        If `terms` has a part, PENDING means that this part is already reserved, or that another group has the
-        key.
+        If `terms` has a part, the caller writes one part of an entry, and the other ranks of its group write
+        the others. PENDING then means that this part is already reserved, or that another group has reserved
+        the key.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ looked up with numpy, without a loop in Python. The lookup of a key reads one ca
     u64 words of the header    serving (1, or 0 after the daemon has shut down) | buckets | records |
                                entries without a tag | whether there is a disk or a far store |
                                whether a far store responds now. The header fills a page, with tickets
-                               from word TICKETS_AT on
+                               from word FIRST_TICKET_WORD on
     buckets                    64 bytes each: 7 tags and the number of the bucket's entries without a tag
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
@@ -66,7 +66,7 @@ RECORD_BITS: Final = 24
 RECORD_MASK: Final = (1 << RECORD_BITS) - 1
 ON_DISK_RECORD: Final = RECORD_MASK
 """Record number of entries that are not in memory. No record has this number, because there are at most
-_MOST_RECORDS. Older clients treat it as a damaged record."""
+_MAX_RECORDS. Older clients treat it as a damaged record."""
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
 SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_UP = range(6)
 """Indices of the header's words."""
@@ -299,7 +299,7 @@ class UseNotes:
         self._unused = itertools.count()
 
     def open_page(self) -> int:
-        """Return the number of an empty page for a new client, or NO_PAGE if all pages are in use."""
+        """Return the number of an empty page for a new client, or NO_NOTES_PAGE if all pages are in use."""
         page = self._free.pop() if self._free else next(self._unused)
         if page >= NOTES_PAGES:
             return NO_NOTES_PAGE

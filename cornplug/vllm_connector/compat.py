@@ -94,7 +94,7 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     **kwargs)`. Does nothing if the function is already wrapped.
 
     A wrapped staticmethod or classmethod keeps its type. Raises AttributeError or ImportError if this vLLM
-    does not have the function. `check_plugin.register` logs this error on one line.
+    does not have the function. `plugin.register` logs this error on one line.
     """
     owner, name, raw = _resolve_target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw

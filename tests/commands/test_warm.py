@@ -180,7 +180,7 @@ def test_warm_refused_line_is_named_and_loses_no_other(
     api.answers = refuse
     path = written({"prompt": "a"}, {"prompt": "long"}, "{", {"prompt": ""}, {"prompt": "b"})
     left = tmp_path / "left.jsonl"
-    assert cli.main(["warm", str(path), "--engine", api.url, "--left", str(left)]) == 1
+    assert cli.main(["warm", str(path), "--engine", api.url, "--failed", str(left)]) == 1
     seen = capsys.readouterr()
     assert seen.err.splitlines()[0] == "line 2, prompt: HTTP 400: too long"
     assert seen.err.splitlines()[1].startswith("line 3: not JSON")

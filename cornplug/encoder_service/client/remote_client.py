@@ -65,7 +65,7 @@ _MAX_SKIP_S: Final = 5.0
 Another attempt costs little."""
 _MARGIN_S: Final = 5.0
 _TIMEOUT_FRACTION: Final = 0.9
-"""Deadline in a MediumRequest, as a fraction of this client's timeout for the service."""
+"""Deadline in a MediaRequest, as a fraction of this client's timeout for the service."""
 _KEEPALIVE_S: Final = 2.0
 """Seconds for which an idle connection is kept. Shorter than uvicorn's 5 s, because a connection that the
 service closes first would look like a crash."""

@@ -30,8 +30,9 @@ MAX_ROUNDS: Final = 4
 """Maximum number of passes of one request through its services."""
 BACKOFF_BASE_S: Final = 0.1
 BACKOFF_CAP_S: Final = 2.0
-"""Maximum backoff in seconds. After the n-th consecutive failure, the backoff is uniform in [c/2, c), with
-c = min(CAP_S, BASE_S * 2^(n-1)). The random part of a pause between rounds is uniform in [0, c)."""
+"""Maximum backoff in seconds. After the n-th consecutive failure, the backoff is uniform in [c/2, c), where
+c = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2^(n-1)). The random part of a pause between rounds is uniform in
+[0, c)."""
 BUSY_PAUSE_S: Final = 0.5
 """Mean pause in seconds after a refusal without a requested delay."""
 MAX_RETRY_AFTER_S: Final = 60.0

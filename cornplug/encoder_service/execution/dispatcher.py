@@ -1,7 +1,7 @@
 """Runs batches on executors, saves the embeddings in the store, and sends the replies to waiting requests.
 
-    Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> RequestReplies
-                    (one thread each)                    store, then replies
+    Batcher ─batch─> a lane of an executor ─BatchResult─> publishing threads ─> ReplySender
+                     (one thread each)                    store, then replies
 
 A lane is a thread that runs one batch at a time on an executor. A batch is formed as late as possible, when a
 lane is free. If a batch fails, its jobs are retried one by one. If a replica (an executor's process) dies,

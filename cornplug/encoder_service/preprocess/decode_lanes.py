@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 
 
 class _ModalityState:
-    """State of one modality, which replaces a tower in admission. Times are measured for each modality,
-    because a pixel of a video and a pixel of a PNG take different times."""
+    """State of one modality. Admission of preprocessing measures times per modality, as admission of encoding
+    does per tower, because a pixel of a video and a pixel of a PNG take different times."""
 
     prepared_items = 0
     """Number of prepared media items of this modality."""
@@ -366,8 +366,7 @@ class ByteBudget:
             return sum(self._used_bytes.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Add `more` bytes to a share, which then holds `total` bytes. If `more` is negative, bytes are
-        released.
+        """Change a share by `more` bytes, so that it has `total` bytes. A negative number releases bytes.
 
         Raises the same errors as `BudgetShare.resize`.
         """

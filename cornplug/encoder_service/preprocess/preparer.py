@@ -1,6 +1,6 @@
 """Preparation of media: computes a request to the encoder from a file's bytes. Cached results skip steps.
 
-recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? reply
+recall:   file's digest ─DecodedFileCache─> media digest ─> key ─> cached? reply
 prepare:  decode ─> media digest ─> key ─> cached? reply, or else preprocess
 
 `DecodedFileCache` remembers the media digests of decoded files, so a repeated file is not decoded again:

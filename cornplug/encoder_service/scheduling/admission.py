@@ -145,8 +145,8 @@ class ArrivalRate:
         if self._began_s is None:
             return {}
         age_s = max(_MIN_AGE_S, now_s - self._began_s)
-        # Over a short time, the weights sum to less than _FORGET_S. Early rates would be too low without this
-        # correction.
+        # Over a short time, the weights sum to less than _RATE_DECAY_S. Early rates would be too low without
+        # this correction.
         weight_s = _RATE_DECAY_S * -math.expm1(-age_s / _RATE_DECAY_S)
         return {qos: self._decayed_tokens(qos, now_s) / weight_s for qos in self._decayed_sums}
 

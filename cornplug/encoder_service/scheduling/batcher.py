@@ -185,10 +185,10 @@ class Batcher(Generic[PayloadT]):
             clock: Function that returns the time in seconds.
             on_late: Function that is called, outside the lock, with each request that is dropped because its
                 deadline passed.
-            batch_token_limit: Function that returns the maximum number of tokens of a batch, from its tower
-                and the deadline in seconds of one of its jobs.
+            batch_token_limit: Function that takes a tower and a job's deadline in seconds, and returns the
+                maximum number of tokens of a batch with this job.
             has_urgent_lane: Whether a thread calls `take_urgent_job`, so that running batches do not delay
-                jobs of better classes.
+                jobs of classes with a higher priority.
             is_long: Function that returns whether a running batch delays a job with this deadline (s) for too
                 long.
         """

@@ -107,7 +107,7 @@ class EngineSeal:
 
     def open_request(self, body: bytes) -> bytes | None:
         """Return the message in a request's body, or None if the engine uses another protocol version. Raises
-        SealBroken."""
+        InvalidSeal."""
         version, message = self._open(_REQUEST_DIRECTION, self._head, body)
         return message if version == PROTOCOL_VERSION else None
 
@@ -120,7 +120,7 @@ class EngineSeal:
     def open_reply(self, body: bytes) -> bytes:
         """Return the message in a reply's body.
 
-        Raises SealBroken, or EncoderUnavailable("encoder_version") if the service uses another protocol
+        Raises InvalidSeal, or EncoderUnavailable("encoder_version") if the service uses another protocol
         version.
         """
         salt = body[:_SALT_BYTES]

@@ -36,8 +36,8 @@ _SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 
 
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Yield the errors that the checks of single tables cannot find, in no particular order. If two
-    components have the same name, most checks are omitted."""
+    """Yield the errors that involve several tables, in no particular order. If two components have the same
+    name, most checks are skipped."""
     components = plan_input.components_by_name
     yield from application_errors(plan_input)
     if len(components) < len(plan_input.components):

@@ -498,7 +498,7 @@ class ControlSocket:
 
 @contextmanager
 def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
-    """Open the socket of a launcher. Raises SocketTaken if another launcher runs in the folder."""
+    """Open the socket of a launcher. Raises SocketInUse if another launcher runs in the folder."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = ControlSocket(run_dir)
     try:

@@ -106,7 +106,9 @@ def settings_of(group: ReplicaGroup) -> EngineSettings:
             f"{group.components[0]} was planned from a throughput, without batch, chunk or KV size",
             'Add a checkpoint or shape, and a profile of kind "table" (`cornplug profile llm`).',
         )
-    raise ConfigError(field, "missing, but an engine needs its settings", "Run `cornplug plan` again.")
+    raise ConfigError(
+        field, "missing, so the engine's command cannot be written", "Run `cornplug plan` again."
+    )
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:

@@ -398,8 +398,8 @@ def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
 def _search(load_test: _LoadTest, rate: float, max_rate: float) -> float:
     """Return the largest rate that meets the bounds in simulation.
 
-    The search begins at the screened rate, and interpolates in logarithms once it has a passing and a failing
-    rate.
+    The search begins at the rate that the analytic screening found. Once it has a passing and a failing
+    rate, it interpolates between their logarithms.
     """
     good, bad = 0.0, max_rate
     ease, stress = 0.0, math.inf

@@ -1,4 +1,4 @@
-"""Attributes of a replica on which its times and memory depend, and the durations of its iterations.
+"""Attributes of a replica that determine its latency and memory, and the durations of its iterations.
 
 vLLM profiles a step at startup and uses the remaining memory for the KV cache. SGLang reserves memory by a
 fixed rule. If a profile contains the number of KV tokens that an engine reports, this number is used instead
@@ -180,7 +180,7 @@ class CellHardware:
     """Number of tokens that fit into the KV cache. If `steps` is set, 0 means that the model itself does not
     fit."""
     requests_per_s: dict[str, float] = field(default_factory=dict)
-    """Requests per second by "application/request" (or ANY), if only a throughput is known."""
+    """Requests per second by "application/request" (or ANY_CLASS), if only a throughput is known."""
     tpot_s: dict[str, float] = field(default_factory=dict)
     """Seconds per token at this throughput by "application/request", if they are known."""
     source: str = ""

@@ -6,15 +6,15 @@ the next larger size. If replicas are placed in decreasing order of size, there 
 GPUs are a multiple of the replica's size (Coffman, Garey, Johnson 1987, "Bin packing with divisible item
 sizes"). So every solution of the pool model (sum of footprints <= GPUs of all nodes) can be placed on any
 nodes with enough free GPUs. A replica is placed on the node with the fewest replicas of its service, and then
-with the most free GPUs, so that a service loses few replicas with a node.
+with the most free GPUs, so that the loss of a node costs each service few replicas.
 
 With `rules.n_plus_one = "node"`, the pool model limits a cell's replicas per node, but does not ensure that
 the replicas of all services can be placed within these limits. So the loss of each node is checked after
 placement. If the other replicas cannot do the online work, this placement is excluded and the problem is
 solved again.
 
-Complete nodes are paid for, and the model uses the minimum number of replicas. `use_idle_gpus` adds replicas
-of the fullest groups on the idle GPUs, which cost nothing, reduce waits and add headroom.
+Nodes are billed as a whole, and the model uses the minimum number of replicas. `use_idle_gpus` adds replicas
+of the most heavily loaded groups on idle GPUs. They cost nothing, reduce waits and add headroom.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ embeddings of these towers. Their keys depend on the exact tensors that the towe
 
     media ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
                                                                      │
-                   checkpoint, release, settings ──own_identity──────┘
+                   checkpoint, release, settings ──engine_only_identity┘
 
 Therefore processor arguments need not be part of the key. The embeddings are shared, but the KV after such an
 embedding is not (`placeholder_tokens.py`), because the positions and masks of its tokens depend on more than

@@ -148,8 +148,8 @@ class EntryWatchers:
             self._far.close()
 
     def delete_from_tiers(self, key: bytes) -> bool:
-        """Handle the deletion of an entry that is not in memory. Return whether it was on disk or found in a
-        far store."""
+        """Delete an entry that is not in memory from the disk and from far stores. Return whether any of them
+        had it."""
         was_on_disk = self.disk is not None and self.disk.delete(key, "deleted")
         was_far = self._far is not None and self._far.delete(key)
         return was_on_disk or was_far

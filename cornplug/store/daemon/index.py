@@ -309,8 +309,8 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End expired leases, reservations and entries. A call ends about SWEEP of each kind, and the next
-        call continues."""
+        """End expired leases, reservations and entries. A call ends about SWEEP_LIMIT of each kind, and the
+        next call continues."""
         self._now_s = now_s
         left = SWEEP_LIMIT
         while left > 0 and (due := self._expiries.pop_due(now_s, 1)):

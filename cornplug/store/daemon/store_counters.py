@@ -175,8 +175,8 @@ class AppBytes:
             del self._bytes[app]
 
     def largest_apps(self) -> dict[str, int]:
-        """Return bytes by app for the STAT_APPS largest apps. The bytes of all other apps are summed under
-        OTHER_APPS."""
+        """Return bytes by app for the MAX_STAT_APPS largest apps. The bytes of all other apps are summed
+        under OTHER_APPS."""
         largest = dict(heapq.nlargest(MAX_STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
         if len(self._bytes) > MAX_STAT_APPS:
             largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())

@@ -224,7 +224,7 @@ _MAX_FAR_HEAD_BYTES: Final = 1 << 24
 
 
 class RecordHead(msgspec.Struct, frozen=True, array_like=True):
-    """Sealed description of an entry."""
+    """Description of an entry, which is encrypted at the start of the entry's record in a far store."""
 
     app: str
     cost_s: float

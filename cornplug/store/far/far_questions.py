@@ -65,7 +65,7 @@ class FarLookupQueue:
         self._notify_callers()
 
     def clear(self) -> None:
-        """Abandon all keys, including those of a lookup in progress."""
+        """Drop all queued keys, and abandon the lookup in progress."""
         self._pending.clear()
         self._in_progress.clear()
         self._completed = self._started = self._added

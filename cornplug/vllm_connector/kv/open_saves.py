@@ -99,8 +99,8 @@ class FreedBlocks(Generic[_Reader]):
             self._lost.append(reader)
 
     def take_lost(self) -> list[_Reader]:
-        """Return the pages whose saves were cancelled since the last call, because their blocks were
-        reused."""
+        """Return the pages whose saves were cancelled because their blocks were reused, and forget these
+        pages."""
         lost, self._lost = self._lost, []
         return lost
 

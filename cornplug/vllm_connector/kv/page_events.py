@@ -321,8 +321,8 @@ class PageEvents:
         return events
 
     def _announce_again(self) -> None:
-        """Announce all announced pages again. Called after vLLM's `AllBlocksCleared` event, which applies
-        only to vLLM's own cache."""
+        """Send the events of all stored pages again. Called after vLLM's `AllBlocksCleared` event, which
+        makes subscribers forget all pages, but applies only to vLLM's own cache."""
         self._cleared, again = False, _Changes()
         for span in self._announced.values():
             assert self._spans is not None

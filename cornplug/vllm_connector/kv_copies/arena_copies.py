@@ -294,7 +294,7 @@ class DeviceChecksums:
         self._sum, self._chain = kernels
 
     def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
-        """Start to compute checksums, and return words of shape (segments, STATE) on the device, which
+        """Start to compute checksums, and return words of shape (segments, STATE_WORDS) on the device, which
         `fold_checksums` converts to checksums.
 
         `data` is contiguous and holds segments of `segment_bytes` bytes, a multiple of BLOCK_BYTES.
@@ -310,7 +310,7 @@ class DeviceChecksums:
 
 
 def fold_checksums(state: torch.Tensor, segment_bytes: int) -> list[int]:
-    """Return one checksum per segment. `state` has shape (segments, STATE) and contains the words from
+    """Return one checksum per segment. `state` has shape (segments, STATE_WORDS) and contains the words from
     `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes` bytes."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)

@@ -60,7 +60,7 @@ class RegisteredMemory:
         register: registers (address, number of bytes) with the device, and returns whether it succeeded.
         unregister: unregisters the range that begins at this address.
         enter_thread: sets the device of the registering thread.
-        least_bytes, most_bytes: minimum and maximum number of bytes to register at a time.
+        min_bytes, max_bytes: minimum and maximum number of bytes to register at a time.
     """
 
     def __init__(

@@ -159,7 +159,7 @@ class MmIdentifiers:
     ) -> str | None:
         """Return the `mm_hash` of a video, or None if `video` is None and its uuid is unknown.
 
-        Raises VideoUnshared if the video cannot be shared.
+        Raises VideoNotShared if the video cannot be shared.
         """
         if self._why_no_videos:
             raise VideoNotShared("videos of this model are not shared", reason=self._why_no_videos)

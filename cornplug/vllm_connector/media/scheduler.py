@@ -7,7 +7,7 @@
 An item (the embedding of one image, video or audio) counts as available only when its verified bytes are in
 this process. A later failure of the store or the service then has no effect. While the service computes the
 embedding, only requests that contain the item wait, or have the tokens before the item prefilled
-(`create_early_prefill`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to
+(`early_prefill.py`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to
 another thread and back would take longer, because vLLM's busy loop holds Python's interpreter lock.
 
 `Arrivals` keeps received embeddings until they are sent to the workers.

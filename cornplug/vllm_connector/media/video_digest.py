@@ -79,7 +79,7 @@ class VideoNotShared(CornplugError):
 def video_digest(frames: object, metadata: object) -> bytes:
     """Return the media digest (32 bytes) of a video.
 
-    Raises VideoUnshared("video_frames") or ("video_metadata") if the frames or the metadata have an
+    Raises VideoNotShared("video_frames") or ("video_metadata") if the frames or the metadata have an
     unsupported form.
     """
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
@@ -96,7 +96,7 @@ def video_digest(frames: object, metadata: object) -> bytes:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise VideoUnshared("video_options") if a processor argument is not in the allow list for videos.
+    """Raise VideoNotShared("video_options") if a processor argument is not in the allow list for videos.
 
     `options` are the deployment's or the request's arguments. Lists are not allowed, because a list could
     have a different value for each video of a request. Null values are not allowed either. They disable a
