@@ -36,12 +36,12 @@ from rich.console import Console
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest
 from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource
 from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.qos import DEFAULT_CLASS, QosCaller
 from cornplug.store.memory import MemoryStore
 from devkit.checkpoints import CLIP_L_336

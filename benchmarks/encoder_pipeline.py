@@ -42,15 +42,15 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.formats import image
+from cornplug.encoder_service.formats.image import RgbPixels
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING
 from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.media import image
-from cornplug.encoder_service.media.image import RgbPixels
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preparer import DEFAULT_SAMPLING
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS_CONTEXT, MediaLimits
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.store.memory import MemoryStore
 from devkit.checkpoints import CLIP_L_336

@@ -364,7 +364,7 @@ def lookup_rows(store: Store, half: Half) -> list[Row]:
                 moves = half.take(request, offered)
                 data = dump(lambda moves=moves: pickle.dumps(moves, protocol=pickle.HIGHEST_PROTOCOL))
                 load(lambda data=data: pickle.loads(data))
-                half.scheduler.finish_load(request.request_id)
+                half.scheduler.end_load(request.request_id)
                 size_bytes = len(data)
             over(half, request)
         rows.append(lookup.row(what))

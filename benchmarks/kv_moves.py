@@ -35,6 +35,7 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation, ReserveTerms
 from cornplug.store.client import PoolStore
+from cornplug.vllm_connector.kv.group_worker import GroupWorker
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies.layout import WriteOp
@@ -109,9 +110,10 @@ class Moves:
                 torch.randn(tokens, _HEADS, _DIM, generator=generator).to(torch.bfloat16) for _ in range(2)
             )
             write(key, value, cache, torch.arange(tokens))
-        self.worker = KVWorker(RankPages(self.page, mine, store), _BLOCK_TOKENS, _DEADLINE_S)
         impl = SimpleNamespace(do_kv_cache_update=lambda _, *rest: write(*rest))
         names = [str(i) for i in range(layers)]
+        group = GroupWorker(RankPages(self.page, mine, store), _BLOCK_TOKENS, _DEADLINE_S)
+        self.worker = KVWorker([group], [names])
         layer = SimpleNamespace(impl=impl)
         self.worker.register(dict(zip(names, self.caches, strict=True)), dict.fromkeys(names, layer))
         # Scattered, as blocks of a busy engine are; loads go into the other half.
@@ -126,23 +128,27 @@ class Moves:
         """Seconds to copy all pages out and commit them; the store is emptied of them first."""
         self.store.delete(self.keys, deadline_s=_DEADLINE_S)
         began = time.perf_counter()
-        rooms = self.store.reserve(
+        replies = self.store.reserve(
             [(key, self.page.page_bytes) for key in self.keys], ReserveTerms("bench"), deadline_s=_DEADLINE_S
         )
-        given = [room for room in rooms if isinstance(room, Reservation)]
-        _expect(len(given) == len(self.keys), f"rooms {rooms}")
-        writes = tuple(PageWrite(i, room.token, room.location) for i, room in enumerate(given))
+        given = [reservation for reservation in replies if isinstance(reservation, Reservation)]
+        _expect(len(given) == len(self.keys), f"reservations {replies}")
+        writes = tuple(
+            PageWrite(i, reservation.token, reservation.location) for i, reservation in enumerate(given)
+        )
         self.worker.start_saves([PageSave("r", writes, self.source)])
         self.worker.drain()
         acks = self.worker.take_acks()
         _expect(acks is not None and not acks.failed_writes and not acks.unusable_reason, f"{acks}")
         assert acks is not None
         metas = []
-        for room in given:
-            sums = acks.written[room.token]
+        for reservation in given:
+            sums = acks.written[reservation.token]
             segments = tuple(sums[i] for i in range(self.page.segments))
-            header = PayloadHeader(PayloadKind.KV_PAGE, room.key, self.page.dtype, self.page.shape, segments)
-            metas.append((room, encode_header(header)))
+            header = PayloadHeader(
+                PayloadKind.KV_PAGE, reservation.key, self.page.dtype, self.page.shape, segments
+            )
+            metas.append((reservation, encode_header(header)))
         _expect(all(self.store.commit(metas, deadline_s=_DEADLINE_S)), "commit")
         return time.perf_counter() - began
 

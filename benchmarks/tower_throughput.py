@@ -30,11 +30,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
+from cornplug.encoder_service.formats.messages import WireTensor
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.encoder_service.model_loader import CompiledTower
 from cornplug.encoder_service.towers import varlen_attention
 from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem, float_dtype
-from cornplug.encoder_service.wire.messages import WireTensor
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from devkit.checkpoints import CLIP_L_336, QWEN2_5_VISION
 
 TIMES_NAIVE: Final = 3.0

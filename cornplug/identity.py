@@ -203,7 +203,7 @@ def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any],
     )
 
 
-def media_lineage(key: bytes, rows: int) -> bytes:
+def media_item_lineage(key: bytes, rows: int) -> bytes:
     """Return the 32-byte digest that represents a medium in the keys of KV pages.
 
     Args:
@@ -225,8 +225,8 @@ def media_lineage(key: bytes, rows: int) -> bytes:
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
     """Return the four token values that represent, in rotation, the placeholder tokens of a medium.
 
-    `lineage` is the result of `media_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts the
-    same values into the prompt's tokens (sglang/srt/managers/schedule_batch.py, 0.5.23). Each value is
+    `lineage` is the result of `media_item_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts
+    the same values into the prompt's tokens (sglang/srt/managers/schedule_batch.py, 0.5.23). Each value is
     1_000_000 plus 62 bits of sha256(tag || lineage), which is larger than any vocabulary.
     """
     if len(lineage) != DIGEST_BYTES:

@@ -32,13 +32,12 @@ from rich.table import Table
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.settings import NamespaceConfig, parse_byte_size
+from cornplug.settings import GIB, NamespaceConfig, parse_byte_size
 from cornplug.store.base import KEY_BYTES, Reservation, ReserveTerms
 from cornplug.store.daemon.access_log import LoggedCall
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import ReservationTimes
 
-_GIB: Final = 1 << 30
 _WIDTH: Final = 120
 """Minimum width of the output in columns, so that tables that are written to files are not wrapped."""
 _OWNER: Final = 1
@@ -130,7 +129,7 @@ def _format_summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     accesses = sum(len(request.accesses) for request in requests)
     return (
         f"{path}: {len(requests):,} requests, {accesses:,} accesses, "
-        f"{distinct_bytes(requests) / _GIB:,.2f} GiB of distinct entries, "
+        f"{distinct_bytes(requests) / GIB:,.2f} GiB of distinct entries, "
         f"{sum(a.cost_s for r in requests for a in r.accesses):,.1f} s to compute every access"
     )
 
@@ -145,7 +144,7 @@ def _build_table(scores: Mapping[int, ReplayScore]) -> Table:
         apps = sorted(score.by_app.items()) if len(score.by_app) > 1 else []
         for app, counts in (("", score.total), *apps):
             table.add_row(
-                "" if app else f"{size_bytes / _GIB:,.2f} GiB",
+                "" if app else f"{size_bytes / GIB:,.2f} GiB",
                 app or "all",
                 f"{counts.accesses:,}",
                 f"{counts.hit_rate:.2%}",
@@ -162,7 +161,7 @@ def _plot(path: Path, scores: Mapping[int, ReplayScore]) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     sizes = sorted(scores)
-    axes.plot([size / _GIB for size in sizes], [scores[size].total.saved_s for size in sizes], marker="o")
+    axes.plot([size / GIB for size in sizes], [scores[size].total.saved_s for size in sizes], marker="o")
     axes.set_xlabel("store, GiB")
     axes.set_ylabel("recomputation saved, s")
     axes.set_ylim(bottom=0)
@@ -203,8 +202,8 @@ class StoreReplay:
         for cost_s, some in groupby(missing, key=lambda access: access.cost_s):
             entries = [(_key_bytes(access), access.size_bytes) for access in some]
             terms = ReserveTerms(request.app, cost_s=cost_s)
-            answers = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
-            reserved += [answer for answer in answers if isinstance(answer, Reservation)]
+            results = self._index.reserve(_OWNER, entries, terms, now_s=request.time_s)
+            reserved += [result for result in results if isinstance(result, Reservation)]
         # Like the daemon, commit the entries of one message in reverse order.
         for one in reversed(reserved):
             self._index.commit(_OWNER, one.token, b"")

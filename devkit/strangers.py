@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,

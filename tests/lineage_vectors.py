@@ -52,12 +52,12 @@ def known() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from cornplug.identity import LINK_TOKENS, hash_chain, media_lineage, page_key, placeholder_tokens
+    from cornplug.identity import LINK_TOKENS, hash_chain, media_item_lineage, page_key, placeholder_tokens
 
     def made(media: tuple[Medium, ...]) -> list[str]:
         seen = tokens(media)
         for medium in media:
-            wide = placeholder_tokens(media_lineage(medium.key, medium.rows))
+            wide = placeholder_tokens(media_item_lineage(medium.key, medium.rows))
             for row in range(medium.rows):
                 seen[medium.offset + row] = wide[row % 4]
         step = PAGE_TOKENS // LINK_TOKENS

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 from pydantic import ValidationError
 
 from cornplug.config import (
@@ -81,7 +82,7 @@ def test_load_urls_of_far_stores_come_from_flag_variable_and_file(tmp_path: Path
 def test_load_sealing_secrets_of_far_stores_are_absolute_paths() -> None:
     found = load(environ={"CORNPLUG_STORE_FAR_SECRET_FILES": "/etc/new, /etc/old"}).store
     assert found.far_secret_files == (Path("/etc/new"), Path("/etc/old"))
-    with pytest.raises(ConfigError, match=r"far_secret_files.*keys/old is a relative path"):
+    with expect_error(ConfigError, field="store.far_secret_files", match="keys/old"):
         load(environ={"CORNPLUG_STORE_FAR_SECRET_FILES": "/etc/new,keys/old"})
 
 
@@ -142,34 +143,33 @@ def test_load_wrong_value_names_field_and_variable(environ: dict[str, str], fiel
 
 
 def test_load_unknown_setting_is_to_be_removed() -> None:
-    with pytest.raises(ConfigError, match="unknown setting") as caught:
+    with expect_error(ConfigError, field="store.no_such_field") as caught:
         load(environ={"CORNPLUG_STORE_NO_SUCH_FIELD": "1"})
-    assert caught.value.field == "store.no_such_field"
     assert "CORNPLUG_STORE_NO_SUCH_FIELD" in str(caught.value)
 
 
 def test_load_unknown_section_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothere.*Sections: store, encoder, engine"):
+    with expect_error(ConfigError, field="nothere.x", match="nothere"):
         load({"nothere.x": 1}, environ={})
     path = tmp_path / "c.toml"
     path.write_text("[nothere]\nx = 1\n")
-    with pytest.raises(ConfigError, match="nothere"):
+    with expect_error(ConfigError, field=f"{path}: [nothere]"):
         load(environ={"CORNPLUG_CONFIG": str(path)})
 
 
 def test_load_value_outside_sections_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("store = 1\n")
-    with pytest.raises(ConfigError, match="store"):
+    with expect_error(ConfigError, field=f"{path}: [store]"):
         load(environ={"CORNPLUG_CONFIG": str(path)})
 
 
 def test_load_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml"):
+    with expect_error(ConfigError, field="CORNPLUG_CONFIG", match=r"absent\.toml"):
         load(environ={"CORNPLUG_CONFIG": str(tmp_path / "absent.toml")})
     broken = tmp_path / "broken.toml"
     broken.write_text("[store\n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
+    with expect_error(ConfigError, field="CORNPLUG_CONFIG"):
         load(environ={"CORNPLUG_CONFIG": str(broken)})
 
 

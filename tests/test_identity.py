@@ -51,7 +51,7 @@ CASES: dict[str, Case] = {
     "embedding_key/salted": lambda: identity.embedding_key(SECRET, A, B, "tenant"),
     "feature_key": lambda: identity.feature_key(SECRET, A, B, [C, A], None),
     "kv_root": lambda: identity.kv_root(SECRET, A, SPEC, "tenant"),
-    "media_lineage": lambda: identity.media_lineage(A, 1196),
+    "media_item_lineage": lambda: identity.media_item_lineage(A, 1196),
     "placeholder_tokens": lambda: struct.pack("<4Q", *identity.placeholder_tokens(B)),
     "hash_chain": lambda: b"".join(identity.hash_chain(b"", list(range(32)))),
     "hash_chain/wide": lambda: b"".join(identity.hash_chain(A, [5, *WIDE * 4][:16])),
@@ -65,7 +65,7 @@ CASES: dict[str, Case] = {
 NAMES_IN_GOLDEN = {
     "keyed_digest": "keyed",
     "canonical_json": "canonical",
-    "media_lineage": "medium_lineage",
+    "media_item_lineage": "medium_lineage",
     "hash_chain": "chain",
     "hash_chain/wide": "chain/wide",
     "media_digest_with_options": "medium_with_options",
@@ -146,12 +146,12 @@ def test_feature_key_depends_on_number_and_order_of_inputs() -> None:
 
 
 def test_identity_lineage_is_of_one_key_and_row_count() -> None:
-    lineages = {identity.media_lineage(key, rows) for key in (A, B) for rows in (0, 1, 2, 256)}
+    lineages = {identity.media_item_lineage(key, rows) for key in (A, B) for rows in (0, 1, 2, 256)}
     assert len(lineages | {A, B}) == 10
     with pytest.raises(ValueError, match="32 bytes"):
-        identity.media_lineage(A[:31], 1)
+        identity.media_item_lineage(A[:31], 1)
     with pytest.raises(ValueError, match="rows"):
-        identity.media_lineage(A, -1)
+        identity.media_item_lineage(A, -1)
 
 
 def test_options_and_overrides_change_only_what_they_touch() -> None:

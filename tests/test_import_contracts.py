@@ -16,28 +16,32 @@ TREE = Path(__file__).parents[1]
 # Contract -> (module, an import that the contract forbids there).
 WRONG = {
     "Imports run downwards only": ("cornplug/store/messages.py", "import cornplug.planner.plan"),
-    "The encoder service's rooms": (
+    "Layers of the encoder service": (
         "cornplug/encoder_service/towers/base.py",
         "import cornplug.encoder_service.http.requests",
     ),
-    "The planner's rooms": ("cornplug/planner/plan.py", "import cornplug.planner.report.formatting"),
-    "No two rooms of one folder import each other": (
+    "Layers of the encoder service's formats": (
+        "cornplug/encoder_service/formats/messages.py",
+        "import cornplug.encoder_service.formats.image",
+    ),
+    "Layers of the planner": ("cornplug/planner/plan.py", "import cornplug.planner.report.formatting"),
+    "No two packages or modules of one folder import each other": (
         "cornplug/vllm_connector/model/setting_verdicts.py",
         "import cornplug.vllm_connector.kv.scheduler",
     ),
-    "vLLM is imported in its room only": ("cornplug/identity.py", "import vllm"),
-    "SGLang is imported in its room only": ("cornplug/vllm_connector/stats.py", "import sglang"),
+    "vLLM is imported in its plugin only": ("cornplug/identity.py", "import vllm"),
+    "SGLang is imported in its plugin only": ("cornplug/vllm_connector/stats.py", "import sglang"),
     "Engines see the encoder service's client side only": (
         "cornplug/vllm_connector/stats.py",
-        "import cornplug.encoder_service.scheduling.admission",
+        "import cornplug.encoder_service.admission",
     ),
     "No torch where a client, a store or the planner runs, not even through another module": (
         "cornplug/qos.py",
         "import torch",
     ),
-    "Rooms without torch do not reach for the modules about tensors": (
+    "Modules without torch do not import the modules about tensors": (
         "cornplug/encoder_service/client/retry.py",
-        "import cornplug.encoder_service.wire.tensors",
+        "import cornplug.encoder_service.formats.tensors",
     ),
     "The planner stands alone": ("cornplug/planner/plan.py", "import cornplug.engine_common.load_policy"),
     "Nothing in the wheel needs what is not in it": ("cornplug/kv_page.py", "import devkit.photos"),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def test_tensor_parallel_heads_split_or_repeat_by_rank(
 
 @pytest.mark.parametrize(("heads", "size"), [(6, 4), (4, 6), (3, 2)])
 def test_tensor_parallel_heads_that_do_not_split_are_an_error(heads: int, size: int) -> None:
-    with pytest.raises(LayoutError, match="do not split"):
+    with expect_error(LayoutError, reason="layout", match="do not split"):
         tensor_parallel_heads(heads, size, 0)
 
 

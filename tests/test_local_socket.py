@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from expected_errors import expect_error
 
 from cornplug import local_socket
-from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.messages import DescribeRequest
+from cornplug.encoder_service.formats import messages
+from cornplug.encoder_service.formats.messages import DescribeRequest
 from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.local_socket import (
     FrameBuffer,
@@ -227,7 +228,7 @@ def test_socket_claim_folder_and_socket_are_private_to_this_user(short_path: Pat
 
 def test_socket_claim_path_of_a_live_process_is_taken(short_path: Path) -> None:
     first = claim(short_path / "s.sock")
-    with pytest.raises(SocketInUse, match=r"store\.socket: another process is listening on"):
+    with expect_error(SocketInUse, field="store.socket"):
         claim(short_path / "s.sock")
     assert answers(short_path / "s.sock"), "the second one touched nothing"
     first.close()
@@ -244,7 +245,7 @@ def test_socket_claim_socket_of_a_dead_process_is_replaced(short_path: Path) -> 
 
 
 def test_socket_claim_path_too_long_for_a_socket_is_an_error(short_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"store\.socket: cannot listen"):
+    with expect_error(ConfigError, field="store.socket"):
         claim(short_path / ("x" * 200))
 
 

@@ -24,11 +24,12 @@ import pytest
 import yaml
 from deploy_facts import TREE, constant, pins, routes, series, unknown_flags
 from dockerfile_parse import DockerfileParser
+from expected_errors import expect_error
 
 from cornplug import __version__
 from cornplug.commands import top
 from cornplug.config import EncoderConfig, load
-from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
+from cornplug.encoder_service.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
 from cornplug.processes import responds_ok
@@ -345,7 +346,7 @@ def test_manifest_container_has_flags_and_settings_of_the_code(kind: str) -> Non
 def test_manifest_pods_have_no_service_links_as_these_are_settings() -> None:
     names = {one["metadata"]["name"] for one in of_kind("defaults", "Service")}
     assert "cornplug-encoder" in names
-    with pytest.raises(ConfigError, match=r"encoder\.port"):
+    with expect_error(ConfigError, field="encoder.port"):
         load(environ={"CORNPLUG_ENCODER_PORT": "tcp://10.0.0.1:8750"})
     assert [one.pod["enableServiceLinks"] for one in processes("all on")] == [False] * 4
 

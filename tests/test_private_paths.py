@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.config import Config, load
 from cornplug.errors import ConfigError
@@ -104,7 +105,7 @@ def test_read_secret_concurrent_first_processes_agree(tmp_path: Path) -> None:
 def test_read_secret_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "secret"
     path.write_bytes(bytes(size))
-    with pytest.raises(ConfigError, match=f"{size} bytes"):
+    with expect_error(ConfigError, field="store.secret_file", match=f"{size} bytes"):
         read_secret(path)
 
 
@@ -113,7 +114,7 @@ def test_read_secret_that_others_may_read_is_refused(tmp_path: Path, mode: int) 
     path = tmp_path / "secret"
     read_secret(path)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"store\.secret_file: .*mode .*chmod 600"):
+    with expect_error(ConfigError, field="store.secret_file", match="chmod 600"):
         read_secret(path)
 
 
@@ -131,7 +132,7 @@ def test_secret_problem_roots_file_for_our_group_fits(mode: int, fits: bool) -> 
 
 def test_read_secret_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"store\.secret_file: .*CORNPLUG_STORE_SECRET_FILE"):
+    with expect_error(ConfigError, field="store.secret_file", match="CORNPLUG_STORE_SECRET_FILE"):
         read_secret(tmp_path / "file" / "secret")
 
 

@@ -23,7 +23,7 @@ from cornplug.commands.warm_engine import WarmedEngine
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.errors import CornplugError
-from cornplug.planner import engine_steps, observed_load, profile_command
+from cornplug.planner import encoder_passes, engine_steps, observed_load
 from cornplug.planner.launch.launcher import _environment
 from cornplug.store.far import object_store
 from cornplug.store.far.client_process import _Client
@@ -123,7 +123,7 @@ CLIENTS: dict[str, Callable[[str, list[str]], object]] = {
     "LoadPoller": _polled,
     "bucket": _bucket,
     "health": lambda url, _: processes.responds_ok(f"{url}/health"),
-    "profiler of an encoder": lambda url, _: profile_command.read_pass_counter(url),
+    "profiler of an encoder": lambda url, _: encoder_passes.read_pass_counter(url),
     "profiler of an engine": lambda url, _: engine_steps._metrics(url),
     "replan": lambda url, _: observed_load._get(f"{url}/metrics"),
     "warm": lambda url, _: WarmedEngine(url, model=None, api_key=None, timeout_s=10),

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,21 +110,22 @@ def test_qos_config_no_key_is_kept_or_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "field", "value"),
     [
-        ("[qos.classes.a]\nshare = 0.7\n[qos.classes.b]\nshare = 0.4\n", "add up to 1.1"),
-        ("[qos.classes.a]\nshare = 1.5\n", "qos.classes.a.share"),
-        ('[qos]\ndefault = "x"\n', r"\[qos.classes.x\]"),
-        ('[qos]\ndefault = "a"\n[qos.classes.a]\napi_keys = ["k"]\n', "default class"),
-        ('[qos.classes.a]\napps = ["x"]\n[qos.classes.b]\napps = ["x"]\n', "apps: a value is listed twice"),
+        ("[qos.classes.a]\nshare = 0.7\n[qos.classes.b]\nshare = 0.4\n", "qos", "1.1"),
+        ("[qos.classes.a]\nshare = 1.5\n", "qos.classes.a.share", "1.5"),
+        ('[qos]\ndefault = "x"\n', "qos", r"\[qos.classes.x\]"),
+        ('[qos]\ndefault = "a"\n[qos.classes.a]\napi_keys = ["k"]\n', "qos", "default class"),
+        ('[qos.classes.a]\napps = ["x"]\n[qos.classes.b]\napps = ["x"]\n', "qos", "apps: "),
         (
             '[qos.classes.a]\napi_keys = ["k"]\n[qos.classes.b]\napi_keys = ["k"]\n',
-            "api_keys: a value is listed",
+            "qos",
+            "api_keys: ",
         ),
-        ('[qos.classes.a]\napi_keys = [""]\n', "every client"),
-        ('[qos.classes."two words"]\nshare = 0.1\n', "qos.classes.two words"),
+        ('[qos.classes.a]\napi_keys = [""]\n', "qos.classes.a.api_keys", ""),
+        ('[qos.classes."two words"]\nshare = 0.1\n', "qos.classes.two words.[key]", ""),
     ],
 )
-def test_qos_config_contradiction_is_named(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_qos_config_contradiction_is_named(tmp_path: Path, text: str, field: str, value: str) -> None:
+    with expect_error(ConfigError, field=field, match=value):
         read(tmp_path, text)

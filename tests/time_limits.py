@@ -1,7 +1,7 @@
 """Upper bounds on durations: the fixture `within`.
 
     with within(10, "the daemon gives up after 0.25 s"):
-        store.seek(...)
+        store.start_far_lookup(...)
 
 A busy machine may exceed any bound, so `script/test` asserts no duration: the bounds are checked only if
 DEVKIT_CHECK_DURATIONS=1. script/test-more sets it and runs every test that uses the fixture (marker `timed`).

@@ -102,12 +102,14 @@ def _moved(
     copies = kind(RankPages(PAGE, held, store), host)
     parts = [[PageSlice(slice(0, 64), copies.host_page(64 * i))] for i in range(pages)]
     entries = [(bytes([i]) * 32, PAGE.page_bytes) for i in range(pages)]
-    rooms = store.reserve(entries, ReserveTerms("test"), deadline_s=1)
-    given = [room for room in rooms if isinstance(room, Reservation)]
-    places = [(some, room.location) for some, room in zip(parts, given, strict=True)]
+    replies = store.reserve(entries, ReserveTerms("test"), deadline_s=1)
+    given = [reservation for reservation in replies if isinstance(reservation, Reservation)]
+    places = [(some, reservation.location) for some, reservation in zip(parts, given, strict=True)]
     written: list[dict[int, int] | None] = []
     saved = calls(lambda: written.extend(copies.write(places, lambda: False)))
-    headers = page_headers([(room.key, sums or {}) for room, sums in zip(given, written, strict=True)], PAGE)
+    headers = page_headers(
+        [(reservation.key, sums or {}) for reservation, sums in zip(given, written, strict=True)], PAGE
+    )
     assert all(store.commit(list(zip(given, headers, strict=True)), deadline_s=1))
     leases = [one for one in store.lease([key for key, _ in entries], ttl_s=60, deadline_s=1) if one]
     jobs = list(zip(leases, parts, strict=True))

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cornplug.engine_common.rank_pages import RankPages, page_header
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Leases, PayloadLocation, encode_location
+from cornplug.vllm_connector.kv.group_worker import GroupWorker
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies
@@ -136,10 +137,11 @@ class Moves:
         self._page, self._step = geometry, geometry.page_bytes
         self._memory = memoryview(bytearray(pages * requests * self._step))
         store: Any = SimpleNamespace(view=self._view, arena_memory=lambda _: self._memory, close=lambda: None)
-        self.worker = KVWorker(RankPages(geometry, held, store), BLOCK, 5.0)
         whole = torch.randn(LAYERS, 2 * blocks, BLOCK, HEADS, 2 * DIM).to(torch.bfloat16)
         self.caches = list(whole.permute(0, 1, 3, 2, 4))
         names = [str(i) for i in range(LAYERS)]
+        self.group = GroupWorker(RankPages(geometry, held, store), BLOCK, 5.0)
+        self.worker = KVWorker([self.group], [names])
         layer = SimpleNamespace(impl=_Backend())
         self.worker.register(dict(zip(names, self.caches, strict=True)), dict.fromkeys(names, layer))
         order = torch.randperm(blocks).tolist()
@@ -277,7 +279,7 @@ def _with_arena(moves: Moves, counts: Operations, side: CopyBackend) -> None:
     from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
     from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
-    worker: Any = moves.worker
+    worker: Any = moves.group
     ranges, blocks = HostRanges(), worker._out_copies.blocks
     copies = [
         ArenaCopies(blocks, side, NoChecksums(counts), CountingBatch(counts))  # type: ignore[arg-type]
@@ -302,7 +304,7 @@ def count(pages: int, requests: int) -> dict[str, Operations]:
     found = {}
     moves = Moves(pages, requests)
     counts = Operations()
-    _on_device(moves.worker, counts)
+    _on_device(moves.group, counts)
     for name in ("save", "load"):
         move = getattr(moves, name)
         move()
@@ -340,7 +342,7 @@ def _calls(pages: int, requests: int) -> dict[str, tuple[int, int, int]]:
     threading.setprofile(called("mover"))
     try:
         moves = Moves(pages, requests)
-        _on_device(moves.worker, None)
+        _on_device(moves.group, None)
         found = {}
 
         def begin(call: Callable[[], None]) -> None:

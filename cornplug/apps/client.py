@@ -60,8 +60,10 @@ class RoutedTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Return the engine's response. Raises the last engine's httpx.TransportError."""
         call = self._router.create_call(request, request.read())
-        answer = self.send_call(call)
-        return answer if call.is_buffered else _with_stream(answer, _RoutedStream(self, call, answer))
+        response = self.send_call(call)
+        if call.is_buffered:
+            return response
+        return _with_stream(response, _RoutedStream(self, call, response))
 
     def send_call(self, call: RoutedCall) -> httpx.Response:
         """Send the call's requests one after another, and return the first response that the caller should
@@ -75,16 +77,16 @@ class RoutedTransport(httpx.BaseTransport):
                 time.sleep(step.seconds)
                 continue
             with call.attempt():
-                answer = self._engines.handle_request(step)
-                if not call.accept_response(answer.status_code, answer.headers):
-                    answer.close()
+                response = self._engines.handle_request(step)
+                if not call.accept_response(response.status_code, response.headers):
+                    response.close()
                 elif not call.is_buffered:
-                    return answer
+                    return response
                 else:
-                    with closing(answer):
-                        content = b"".join(_sync_stream(answer))
+                    with closing(response):
+                        content = b"".join(_sync_stream(response))
                     call.release_engine()
-                    return _complete_response(answer, content)
+                    return _complete_response(response, content)
 
     def close(self) -> None:
         """Close the engines' connections."""
@@ -101,8 +103,10 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the engine's response. Raises the last engine's httpx.TransportError."""
         call = self._router.create_call(request, await request.aread())
-        answer = await self.send_call(call)
-        return answer if call.is_buffered else _with_stream(answer, _AsyncRoutedStream(self, call, answer))
+        response = await self.send_call(call)
+        if call.is_buffered:
+            return response
+        return _with_stream(response, _AsyncRoutedStream(self, call, response))
 
     async def send_call(self, call: RoutedCall) -> httpx.Response:
         """Send the call's requests one after another, and return the first response that the caller should
@@ -116,16 +120,16 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
                 await asyncio.sleep(step.seconds)
                 continue
             with call.attempt():
-                answer = await self._engines.handle_async_request(step)
-                if not call.accept_response(answer.status_code, answer.headers):
-                    await answer.aclose()
+                response = await self._engines.handle_async_request(step)
+                if not call.accept_response(response.status_code, response.headers):
+                    await response.aclose()
                 elif not call.is_buffered:
-                    return answer
+                    return response
                 else:
-                    async with aclosing(answer):
-                        content = b"".join([chunk async for chunk in _async_stream(answer)])
+                    async with aclosing(response):
+                        content = b"".join([chunk async for chunk in _async_stream(response)])
                     call.release_engine()
-                    return _complete_response(answer, content)
+                    return _complete_response(response, content)
 
     async def aclose(self) -> None:
         """Close the engines' connections."""

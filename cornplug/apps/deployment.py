@@ -8,7 +8,6 @@ TOML.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
@@ -16,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from pydantic import Field
 
 from cornplug.apps import launch_checks
-from cornplug.apps.launch_checks import model_of, models_of, path_of
+from cornplug.apps.launch_checks import models_of, path_of
 from cornplug.errors import ConfigError
 from cornplug.host import reachable_address
 from cornplug.planner.candidates.replica_configs import PRIORITY
 from cornplug.planner.inputs import toml_reader
-from cornplug.planner.inputs.field_types import suggest_known_name
+from cornplug.planner.inputs.field_types import BARE_KEY, suggest_known_name
 from cornplug.planner.inputs.schema import (
     Application,
     ClassOfService,
@@ -55,121 +54,48 @@ if TYPE_CHECKING:
     from cornplug.apps.routed_call import Addresses, CallRouter
 _HOST: Final = "host"
 _CACHE_KINDS: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
-_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def deployment_of(file: AppsFile) -> Deployment:
-    """Return the deployment that `cornplug launch` starts. The file must have been checked."""
-    started = [c for c in file.components if c.resources is not None]
-    classes = [(app, request) for app in file.applications for request in app.requests]
-    groups = _Groups(file, started, classes)
-    found = [groups.group_for(component) for component in started]
-    size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
-    return Deployment(
-        name=file.name,
-        nodes=[Nodes(name=_HOST, gpu="gpu", gpus=size, count=1, hosts=[reachable_address(file.launch.host)])],
-        groups=found,
-        routes=[groups.route_for(app, request) for app, request in classes],
-        latency_forecasts=[_latency_targets(file, app, request) for app, request in classes],
-        caches=list(_caches(file, started)),
-        reservations=[_reservation(file, one) for one in file.qos],
-        applications=[_planned_application(app) for app in file.applications],
-        store_flags=file.launch.store_flags,
-        listen=file.launch.host,
-        allow_anonymous=file.launch.allow_anonymous,
-    )
+class AppsFile(PlanInput):
+    """Input of `cornplug launch`."""
 
+    pool: list[NodeClass] = Field(default_factory=list)
+    """Machines that you can rent or own, for `cornplug plan`. A launch does not use them."""
 
-class _Groups:
-    """Creates the replica groups and routes of an apps file, with their tasks, devices and ports."""
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read an apps file. Raises ConfigError with the line and the remedy of each error."""
+        return toml_reader.read_as(cls, path, launch_checks.errors)
 
-    def __init__(
-        self, file: AppsFile, started: list[Component], classes: list[tuple[Application, RequestSpec]]
-    ) -> None:
-        self._file = file
-        self._paths = {(app.name, request.name): path_of(file, app, request) for app, request in classes}
-        self._first_device = dict(_first_devices(started))
-        self._ports = dict(_ports(file, started))
+    def check(self) -> Self:
+        """Check this file, which was created in Python, and return it.
 
-    def group_for(self, component: Component) -> ReplicaGroup:
-        """Return the replica group of one launched component."""
-        its = _require_resources(component)
-        users = self._served_applications(component)
-        encodes = component.kind == "encoder"
-        return ReplicaGroup(
-            name=component.name,
-            service=component.name,
-            tasks=self._tasks(component),
-            components=[component.name],
-            model=model_of(component),
-            encoder_models=models_of(self._file, component) if encodes else [],
-            engine={"encoder": "cornplug", "generator": "external"}.get(component.kind, component.engines[0]),  # type: ignore[arg-type]
-            nodes=_HOST,
-            gpu="cpu-core" if its.device == "cpu" else "gpu",
-            tp=1 if encodes else component.tp[0],
-            pp=1 if encodes else component.pp[0],
-            dp=1 if encodes else component.dp[0],
-            dcp=component.dcp[0],
-            pcp=1 if encodes else component.pcp[0],
-            expert_parallel=component.expert_parallel,
-            share=component.shares[0],
-            quantisation=component.quantisations[0],
-            replicas=its.replicas,
-            placement=list(_placement(component, self._first_device[component.name])),
-            workload=max((app.workload for app in users), key=PRIORITY.__getitem__, default="online"),
-            apps=[app.name for app in users],
-            ports=self._ports[component.name],
-            fixed_ports=its.port is not None,
-            tower=component.tower,
-            flags=its.flags,
-            env=its.env,
-            command=its.command
-            or generator_command(component.server, model_of(component), tp=component.tp[0], flags=its.flags),
-            health=its.health,
-        )
-
-    def route_for(self, app: Application, request: RequestSpec) -> PlanRoute:
-        """Return the route of one request class."""
-        path = self._paths[app.name, request.name]
-        kinds = {component.kind for component in path}
-        structure = ("E+PD" if "encoder" in kinds else "monolith") + ("+G" if "generator" in kinds else "")
-        stages = [RouteStage(tasks=self._tasks(c), groups={c.name: 1.0}) for c in path]
-        rate = request.rate * request.peak
-        return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
-
-    def _tasks(self, component: Component) -> str:
-        """Return the component's tasks, such as "EPD".
-
-        The engine of an LLM also encodes ("E") unless all its requests with media pass through an encoder.
+        Raises ConfigError with the first error.
         """
-        if component.kind != "llm":
-            return "E" if component.kind == "encoder" else "G"
-        with_media = [
-            any(c.kind == "encoder" for c in self._paths[app.name, request.name])
-            for app in self._served_applications(component)
-            for request in app.requests
-            if request.media
-        ]
-        return "PD" if with_media and all(with_media) else "EPD"
+        for error in launch_checks.errors(self):
+            raise error
+        return self
 
-    def _served_applications(self, component: Component) -> list[Application]:
-        """Return the applications whose requests the component serves, highest priority first."""
-        found = [
-            app
-            for app in self._file.applications
-            if any(component in self._paths[app.name, request.name] for request in app.requests)
-        ]
-        return sorted(found, key=lambda app: -priority_of(self._file, app))
+    def application(self, name: str) -> RoutedApplication:
+        """Return the application with this name, to create a client. Raises ConfigError for an unknown
+        name."""
+        for one in self.applications:
+            if one.name == name:
+                return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
+        names = [one.name for one in self.applications]
+        raise ConfigError("application", f"unknown application {name!r}", suggest_known_name(name, names))
 
+    def to_toml(self) -> str:
+        """Return the file as TOML that `read` accepts.
 
-def priority_of(file: AppsFile, app: Application) -> int:
-    """Return the priority of an application's requests in an engine. Higher priorities are served first.
+        The text contains only values that were set. Paths are unchanged.
+        """
+        return format_toml(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 
-    The class of service decides, then the workload. A class that the file does not define has priority 0, as
-    in the encoder service.
-    """
-    of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
-    return of_class * len(PRIORITY) + PRIORITY[app.workload]
+    @classmethod
+    def schema_of_file(cls) -> dict[str, Any]:
+        """Return the JSON schema (draft 2020-12) of an apps file."""
+        return plan_schema(cls)
 
 
 class RoutedApplication(Application):
@@ -231,51 +157,120 @@ class RoutedApplication(Application):
         return client.create_router(found, price, retry_s)
 
 
-def format_toml(data: Mapping[str, Any]) -> str:
-    """Return `data` as TOML. Its values are tables, lists, strings, numbers and booleans."""
-    return "\n".join(_format_table((), data)).lstrip("\n") + "\n"
+def deployment_of(file: AppsFile) -> Deployment:
+    """Return the deployment that `cornplug launch` starts. The file must have been checked."""
+    started = [c for c in file.components if c.resources is not None]
+    classes = [(app, request) for app in file.applications for request in app.requests]
+    groups = _Groups(file, started, classes)
+    found = [groups.group_for(component) for component in started]
+    size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
+    return Deployment(
+        name=file.name,
+        nodes=[Nodes(name=_HOST, gpu="gpu", gpus=size, count=1, hosts=[reachable_address(file.launch.host)])],
+        groups=found,
+        routes=[groups.route_for(app, request) for app, request in classes],
+        latency_forecasts=[_latency_targets(file, app, request) for app, request in classes],
+        caches=list(_caches(file, started)),
+        reservations=[_reservation(file, one) for one in file.qos],
+        applications=[_planned_application(app) for app in file.applications],
+        store_flags=file.launch.store_flags,
+        listen=file.launch.host,
+        allow_anonymous=file.launch.allow_anonymous,
+    )
 
 
-class AppsFile(PlanInput):
-    """Input of `cornplug launch`."""
+class _Groups:
+    """Creates the replica groups and routes of an apps file, with their tasks, devices and ports."""
 
-    pool: list[NodeClass] = Field(default_factory=list)
-    """Machines that you can rent or own, for `cornplug plan`. A launch does not use them."""
+    def __init__(
+        self, file: AppsFile, started: list[Component], classes: list[tuple[Application, RequestSpec]]
+    ) -> None:
+        self._file = file
+        self._paths = {(app.name, request.name): path_of(file, app, request) for app, request in classes}
+        self._first_device = dict(_first_devices(started))
+        self._ports = dict(_ports(file, started))
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read an apps file. Raises ConfigError with the line and the remedy of each error."""
-        return toml_reader.read_as(cls, path, launch_checks.errors)
+    def group_for(self, component: Component) -> ReplicaGroup:
+        """Return the replica group of one launched component."""
+        its = _require_resources(component)
+        users = self._served_applications(component)
+        encodes = component.kind == "encoder"
+        return ReplicaGroup(
+            name=component.name,
+            service=component.name,
+            tasks=self._tasks(component),
+            components=[component.name],
+            model=component.model_argument,
+            encoder_models=models_of(self._file, component) if encodes else [],
+            engine={"encoder": "cornplug", "generator": "external"}.get(component.kind, component.engines[0]),  # type: ignore[arg-type]
+            nodes=_HOST,
+            gpu="cpu-core" if its.device == "cpu" else "gpu",
+            tp=1 if encodes else component.tp[0],
+            pp=1 if encodes else component.pp[0],
+            dp=1 if encodes else component.dp[0],
+            dcp=component.dcp[0],
+            pcp=1 if encodes else component.pcp[0],
+            expert_parallel=component.expert_parallel,
+            share=component.shares[0],
+            quantisation=component.quantisations[0],
+            replicas=its.replicas,
+            placement=list(_placement(component, self._first_device[component.name])),
+            workload=max((app.workload for app in users), key=PRIORITY.__getitem__, default="online"),
+            apps=[app.name for app in users],
+            ports=self._ports[component.name],
+            fixed_ports=its.port is not None,
+            tower=component.tower,
+            flags=its.flags,
+            env=its.env,
+            command=its.command
+            or generator_command(
+                component.server, component.model_argument, tp=component.tp[0], flags=its.flags
+            ),
+            health=its.health,
+        )
 
-    def check(self) -> Self:
-        """Check this file, which was created in Python, and return it.
+    def route_for(self, app: Application, request: RequestSpec) -> PlanRoute:
+        """Return the route of one request class."""
+        path = self._paths[app.name, request.name]
+        kinds = {component.kind for component in path}
+        structure = ("E+PD" if "encoder" in kinds else "monolith") + ("+G" if "generator" in kinds else "")
+        stages = [RouteStage(tasks=self._tasks(c), groups={c.name: 1.0}) for c in path]
+        rate = request.rate * request.peak
+        return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
 
-        Raises ConfigError with the first error.
+    def _tasks(self, component: Component) -> str:
+        """Return the component's tasks, such as "EPD".
+
+        The engine of an LLM also encodes ("E") unless all its requests with media pass through an encoder.
         """
-        for error in launch_checks.errors(self):
-            raise error
-        return self
+        if component.kind != "llm":
+            return "E" if component.kind == "encoder" else "G"
+        with_media = [
+            any(c.kind == "encoder" for c in self._paths[app.name, request.name])
+            for app in self._served_applications(component)
+            for request in app.requests
+            if request.media
+        ]
+        return "PD" if with_media and all(with_media) else "EPD"
 
-    def application(self, name: str) -> RoutedApplication:
-        """Return the application with this name, to create a client. Raises ConfigError for an unknown
-        name."""
-        for one in self.applications:
-            if one.name == name:
-                return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
-        names = [one.name for one in self.applications]
-        raise ConfigError("application", f"unknown application {name!r}", suggest_known_name(name, names))
+    def _served_applications(self, component: Component) -> list[Application]:
+        """Return the applications whose requests the component serves, highest priority first."""
+        found = [
+            app
+            for app in self._file.applications
+            if any(component in self._paths[app.name, request.name] for request in app.requests)
+        ]
+        return sorted(found, key=lambda app: -priority_of(self._file, app))
 
-    def to_toml(self) -> str:
-        """Return the file as TOML that `read` accepts.
 
-        The text contains only values that were set. Paths are unchanged.
-        """
-        return format_toml(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+def priority_of(file: AppsFile, app: Application) -> int:
+    """Return the priority of an application's requests in an engine. Higher priorities are served first.
 
-    @classmethod
-    def schema_of_file(cls) -> dict[str, Any]:
-        """Return the JSON schema (draft 2020-12) of an apps file."""
-        return plan_schema(cls)
+    The class of service decides, then the workload. A class that the file does not define has priority 0, as
+    in the encoder service.
+    """
+    of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
+    return of_class * len(PRIORITY) + PRIORITY[app.workload]
 
 
 def _require_resources(component: Component) -> ComponentResources:
@@ -407,6 +402,11 @@ def _planned_application(app: Application) -> PlannedApplication:
     )
 
 
+def format_toml(data: Mapping[str, Any]) -> str:
+    """Return `data` as TOML. Its values are tables, lists, strings, numbers and booleans."""
+    return "\n".join(_format_table((), data)).lstrip("\n") + "\n"
+
+
 def _format_table(path: tuple[str, ...], data: Mapping[str, Any]) -> Iterator[str]:
     later: dict[str, Any] = {}
     for key, value in data.items():
@@ -438,4 +438,4 @@ def _format_value(value: Any) -> str:
 
 
 def _format_key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else _format_value(key)
+    return key if BARE_KEY.fullmatch(key) else _format_value(key)

@@ -54,12 +54,7 @@ def models_of(file: PlanInput, encoder: Component) -> list[str]:
     """Return the models whose towers a launched encoder runs, beginning with its own model."""
     served = [c for c in file.components if c.kind == "encoder" and encoder_of(file, c.name) is encoder]
     first = sorted(served, key=lambda c: c is not encoder)
-    return list(dict.fromkeys(model_of(c) for c in first))
-
-
-def model_of(component: Component) -> str:
-    """Return the component's model as a command-line argument."""
-    return component.model or str(component.checkpoint or component.name)
+    return list(dict.fromkeys(c.model_argument for c in first))
 
 
 def path_of(file: PlanInput, application: Application, request: RequestSpec) -> list[Component]:

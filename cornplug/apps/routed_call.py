@@ -1,13 +1,13 @@
 """Routing of one request of a client: the choice of engines, and the handling of responses and failures. No
 I/O.
 
-    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: return the response
-                │                          │                         └──> False: call next_step again
-                │                          └─> failed(error): call next_step again
+    next_step() ──> httpx.Request: send it ──> accept_response(status, headers) ──> True: return the response
+                │                          │                                  └──> False: call next_step again
+                │                          └─> record_failure(error): call next_step again
                 ├─> RetryPause: wait
                 └─> raises the last engine's error, unchanged
 
-    forward(chunk), then ended(error) ──> last bytes of the stream, or None: call next_step for the rest
+    forward(chunk), then end_stream(error) ──> last bytes of the stream, or None: call next_step for the rest
 
 A request is sent again only in three cases: its connection was refused, the engine returned status 429 or
 503, or the engine was lost before the first byte of its response and a second execution is harmless. The

@@ -25,8 +25,8 @@ from cornplug.checkpoints.families import (
     unusual_classes,
     without_inert,
 )
-from cornplug.checkpoints.families.family import current_numeric_class
-from cornplug.checkpoints.families.generic import PROCESSOR_FILES, generic_family, processor_spec
+from cornplug.checkpoints.generic_family import PROCESSOR_FILES, generic_family, processor_spec
+from cornplug.checkpoints.model_family import current_numeric_class
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
@@ -250,7 +250,7 @@ class Checkpoint:
             "tower": family.tower_spec(family.config_of(self.config, chosen)),
             "dtype": dtype,
             "numeric_class": numeric_class or current_numeric_class(),
-            "quantization": self._quantization("tower", chosen),
+            "quantization": self._quantisation("tower", chosen),
         }
 
     def embedding_spec(
@@ -293,7 +293,7 @@ class Checkpoint:
         return named | {
             "tower": self.tower_spec(dtype, modality=chosen, numeric_class=numeric_class),
             "projector": family.projector_spec(self.config),
-            "projector_quantization": self._quantization("projector", chosen),
+            "projector_quantization": self._quantisation("projector", chosen),
             "preprocessor": pixels,
         }
 
@@ -340,11 +340,11 @@ class Checkpoint:
             rope.setdefault("rope_theta", theta)
         legacy = rope.pop("type", "default")
         rope.setdefault("rope_type", legacy)
-        if rope["rope_type"] == "mrope":  # transformers 5 recognises mrope by `mrope_section` alone
+        if rope["rope_type"] == "mrope":  # transformers 5 reads `mrope_section`.
             rope["rope_type"] = "default"
         return spec | {"rope_parameters": rope}
 
-    def _quantization(self, part: Part, modality: Modality) -> object:
+    def _quantisation(self, part: Part, modality: Modality) -> object:
         """Return the quantisation config if the part has quantised tensors, else None."""
         if all(entry.dtype in _FLOATS for _, _, entry in self._part_tensors(part, modality).values()):
             return None
@@ -357,7 +357,7 @@ class Checkpoint:
         held: Part = part
         if family is not None and family.generic:
             if part == "projector":
-                return {}  # all tensors belong to the tower
+                return {}  # All tensors belong to the tower.
             held = "language_model"
         rows = self._tensors_by_part.get(held)
         if family is not None and family.generic:

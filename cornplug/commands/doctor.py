@@ -21,7 +21,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.commands import engine_checks, fingerprint
 from cornplug.commands.engine_checks import CheckResult
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
-from cornplug.encoder_service.wire.messages import ServedModel
+from cornplug.encoder_service.formats.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import choose_store_size, host_memory
@@ -86,11 +86,11 @@ def run_checks(
         yield from check_store(settings.store)
     else:
         yield from check_other_store(settings.store)
-    answers = [(one, describe_encoder(one)) for one in settings_by_encoder(settings)]
-    for one, answer in answers:
-        yield from check_encoder(one.encoder, answer)
-    tuples = [answer for _, answer in answers if isinstance(answer, tuple)]
-    described = tuple(model for found in tuples for model in found) if tuples else answers[0][1]
+    descriptions = [(one, describe_encoder(one)) for one in settings_by_encoder(settings)]
+    for one, description in descriptions:
+        yield from check_encoder(one.encoder, description)
+    tuples = [description for _, description in descriptions if isinstance(description, tuple)]
+    described = tuple(model for found in tuples for model in found) if tuples else descriptions[0][1]
     flags = [*(("--dtype", dtype) if dtype else ()), *flags]
     for model in models:
         for engine in engines:
@@ -173,7 +173,7 @@ def query_store(settings: config.StoreConfig) -> StoreStat | str:
 
 
 def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
-    """Return a text that tells where the size of a running store comes from."""
+    """Return an explanation for the size of a running store."""
     if settings.size_bytes is None:
         return "by default a quarter of the memory that was left when it started"
     if settings.size_bytes == capacity_bytes:

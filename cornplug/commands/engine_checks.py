@@ -46,21 +46,21 @@ load_plugins()
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import flags, plugin
 from cornplug.sglang_hooks.kv import hicache_config
-answer = {"why_not": "", "cache": ""}
+result = {"why_not": "", "cache": ""}
 try:
     flags.share()
     plugin.install(plugin.ALL)
 except ConfigError as e:
-    answer["why_not"] = str(e)
+    result["why_not"] = str(e)
 try:
     hicache_config.compile_hash()
 except ConfigError as e:
-    answer["cache"] = str(e)
+    result["cache"] = str(e)
 import torch
 patched = importlib.util.find_spec("sglang_hicache_cpu")
-if not answer["cache"] and not torch.cuda.is_available() and not patched:
-    answer["cache"] = "there is no GPU here"
-print(json.dumps(answer))
+if not result["cache"] and not torch.cuda.is_available() and not patched:
+    result["cache"] = "there is no GPU here"
+print(json.dumps(result))
 """
 
 
@@ -69,7 +69,7 @@ import sys
 from {plugins} import {load}
 {load}()
 from cornplug.sharing_verdict import encode_verdicts
-from cornplug.{room}.sharing_report import describe
+from cornplug.{package}.sharing_report import describe
 print(encode_verdicts(describe(sys.argv[1], sys.argv[2:])))
 """
 
@@ -121,7 +121,7 @@ VLLM: Final = CheckedEngine(
     "VLLM_PLUGINS",
     vllm.SUPPORTED_VERSIONS,
     _VLLM_PROBE,
-    _MODEL_PROBE.format(plugins="vllm.plugins", load="load_general_plugins", room="vllm_connector"),
+    _MODEL_PROBE.format(plugins="vllm.plugins", load="load_general_plugins", package="vllm_connector"),
 )
 SGLANG: Final = CheckedEngine(
     "sglang",
@@ -129,7 +129,7 @@ SGLANG: Final = CheckedEngine(
     "SGLANG_PLUGINS",
     sglang.SUPPORTED_VERSIONS,
     _SGLANG_PROBE,
-    _MODEL_PROBE.format(plugins="sglang.srt.plugins", load="load_plugins", room="sglang_hooks"),
+    _MODEL_PROBE.format(plugins="sglang.srt.plugins", load="load_plugins", package="sglang_hooks"),
 )
 ENGINES: Final = (VLLM, SGLANG)
 
@@ -197,19 +197,19 @@ def check_plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
         yield CheckResult("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
         return
     try:
-        answer = run_probe(engine)
+        result = run_probe(engine)
     except subprocess.TimeoutExpired:
         what = f"a process that loads it took more than {_PROBE_TIMEOUT_S:g} s"
         yield CheckResult("fail", check, what, f"To find the cause, run: python -c 'import {engine.name}'")
         return
-    if answer.why_not:
+    if result.why_not:
         remedy = "Fix this problem. Engines log the same message."
-        yield CheckResult("fail", check, f"did not register: {answer.why_not}", remedy)
+        yield CheckResult("fail", check, f"did not register: {result.why_not}", remedy)
         return
     yield CheckResult("ok", check, f"found and registered by a process of {engine.label}")
-    if answer.cache:
+    if result.cache:
         remedy = "Set CORNPLUG_ENGINE_SHARE_KV=false to share embeddings only."
-        yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
+        yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {result.cache}", remedy)
 
 
 def check_sharing(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:

@@ -39,13 +39,11 @@ from cornplug.planner.launch.session import (
     ControlSocket,
     LaunchSession,
     LaunchWaits,
-    RenderCommands,
     RunFolder,
-    Transition,
     control_socket,
     send_deployment,
-    transition,
 )
+from cornplug.planner.launch.transition import RenderCommands, Transition, compute_transition
 from cornplug.planner.plan import Deployment, PlannedApplication
 from cornplug.private_paths import runtime_dir
 from cornplug.processes import ManagedProcess
@@ -167,7 +165,7 @@ def _send_new_deployment(
     if dry:
         if (current := run_dir / CURRENT_PLAN_FILE).exists():
             old = Deployment.load(current)
-        for text in _describe_steps(transition(old, new, render)):
+        for text in _describe_steps(compute_transition(old, new, render)):
             print(text)
         return 0
     render(new)  # This raises an exception if the new plan has an error.

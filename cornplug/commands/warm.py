@@ -28,7 +28,7 @@ from cornplug import config
 from cornplug.commands.warm_engine import LineError, StoreCounts, WarmedEngine, WarmLine, read_warm_file
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
-from cornplug.encoder_service.wire.messages import DECODINGS, DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats.messages import DECODINGS, DEFAULT_DECODING, Decoding
 from cornplug.errors import ConfigError
 
 _STABLE_S: Final = 1.5
@@ -186,12 +186,12 @@ def _send_images(
     ) as client:
         for (named, salt), images in groups.items():
             items = [data for _, _, data in images]
-            for index, answer in client.encode_many(items, model=named, cache_salt=salt):
+            for index, result in client.encode_many(items, model=named, cache_salt=salt):
                 line, name, _ = images[index]
-                if isinstance(answer, EmbeddingRef):
-                    report.images[answer.origin] += 1
+                if isinstance(result, EmbeddingRef):
+                    report.images[result.origin] += 1
                 else:
-                    report.errors.append(LineError(line.number, name, str(answer)))
+                    report.errors.append(LineError(line.number, name, str(result)))
                 progress.advance(task)
 
 
@@ -230,11 +230,11 @@ class _RequestSender:
         with ThreadPoolExecutor(self._concurrency) as pool:
             sent = {pool.submit(self._engine.send, line): line for line in lines}
             for future in as_completed(sent):
-                line, answer = sent[future], future.result()
-                if isinstance(answer, LineError):
-                    self._report.errors.append(answer)
+                line, result = sent[future], future.result()
+                if isinstance(result, LineError):
+                    self._report.errors.append(result)
                 else:
-                    on_reply(line, answer)
+                    on_reply(line, result)
                     done.append(line)
                 self._progress.advance(task)
         return done

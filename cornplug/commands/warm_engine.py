@@ -28,7 +28,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cornplug.encoder_service.wire.messages import Decoding, decoding_of
+from cornplug.encoder_service.formats.messages import Decoding, decoding_of
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
 
@@ -83,8 +83,8 @@ class WarmedEngine:
 
     def _first_model(self) -> str:
         try:
-            answer = self._client.get("/v1/models").raise_for_status()
-            return str(answer.json()["data"][0]["id"])
+            response = self._client.get("/v1/models").raise_for_status()
+            return str(response.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
             raise ConfigError("--engine", f"{self.url}: {e}", "Use the address of a running engine.") from e
 
@@ -98,14 +98,14 @@ class WarmedEngine:
             if attempt:
                 time.sleep(_PAUSE_S * 2 ** (attempt - 1))
             try:
-                answer = self._client.post(line.path, json=body)
+                response = self._client.post(line.path, json=body)
             except httpx.HTTPError as e:
                 problem, lost = f"the engine does not respond: {str(e) or type(e).__name__}", attempt + 1
                 continue
-            if answer.status_code == 200:
-                return _prompt_tokens(answer)
-            name, problem = _error_details(answer)
-            if answer.status_code not in _RETRY_STATUSES:
+            if response.status_code == 200:
+                return _prompt_tokens(response)
+            name, problem = _error_details(response)
+            if response.status_code not in _RETRY_STATUSES:
                 return LineError(line.number, name, problem)
         # Do not send other lines, because each of them would wait equally long.
         if lost == _ATTEMPTS:
@@ -115,10 +115,10 @@ class WarmedEngine:
     def read_counts(self) -> StoreCounts | None:
         """Return the engine's counts, or None if the engine does not publish cornplug's counters."""
         try:
-            answer = self._client.get("/metrics", timeout=10, follow_redirects=True)
-            if answer.status_code != 200 or "cornplug_" not in answer.text:
+            response = self._client.get("/metrics", timeout=10, follow_redirects=True)
+            if response.status_code != 200 or "cornplug_" not in response.text:
                 return None
-            samples = [s for f in text_string_to_metric_families(answer.text) for s in f.samples]
+            samples = [s for f in text_string_to_metric_families(response.text) for s in f.samples]
         except (httpx.HTTPError, ValueError):
             return None
         found = StoreCounts()
@@ -140,8 +140,8 @@ class WarmedEngine:
         # SGLang has no /version, and vLLM has /server_info only in development mode.
         for engine, path in (("vllm", "/version"), ("sglang", "/server_info")):
             try:
-                answer = self._client.get(path, timeout=10)
-                version = answer.raise_for_status().json()["version"]
+                response = self._client.get(path, timeout=10)
+                version = response.raise_for_status().json()["version"]
             except (httpx.HTTPError, ValueError, LookupError, TypeError):
                 continue
             return decoding_of(engine, str(version))

@@ -26,6 +26,7 @@ from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
+from cornplug.encoder_service.formats.messages import ServedModality, ServedModel
 from cornplug.encoder_service.towers.base import (
     Projector,
     Tower,
@@ -34,7 +35,6 @@ from cornplug.encoder_service.towers.base import (
     between_layers,
     float_dtype,
 )
-from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
+from cornplug.encoder_service.formats.messages import ServedModel
 from cornplug.encoder_service.model_loader import LoadedModel, WeightPlacement, load_model, read_checkpoint
-from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError
 
 __all__ = ["LoadedModel", "ModelRegistry", "Report"]

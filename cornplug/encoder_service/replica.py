@@ -27,9 +27,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cornplug.encoder_service import replica_main
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
 from cornplug.encoder_service.model_loader import LoadedModel
+from cornplug.encoder_service.replica_messages import (
+    BatchReply,
+    DropModel,
+    FromReplica,
+    LoadModel,
+    MediaTensors,
+    ModelSpec,
+    OpenModels,
+    ReplicaFailed,
+    ReplicaReady,
+    RunBatch,
+    SharedBuffer,
+    receive,
+    send,
+)
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 
 _MIN_PAUSE_S: Final = 0.2
@@ -38,6 +52,10 @@ _STABLE_RUN_S: Final = 60.0
 """Run time in seconds after which the pause before the next restart is reset to the minimum."""
 
 log = logging.getLogger(__name__)
+START_TIMEOUT_S: Final = 900.0
+"""Maximum seconds for loading a replica's models."""
+RUN_TIMEOUT_S: Final = 600.0
+"""Maximum seconds for one batch. No request waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +82,7 @@ class ReplicaExecutor:
         "not_started"."""
         self._settings = settings
         self._lock = threading.Lock()  # guards the control socket and the fields below
-        self._models: dict[bytes, replica_main.ModelSpec] = {}
+        self._models: dict[bytes, ModelSpec] = {}
         self._process: ReplicaProcess | None = None
         self._ready = threading.Event()
         self._attempted = threading.Event()
@@ -125,17 +143,11 @@ class ReplicaExecutor:
     def load(self, models: Sequence[LoadedModel]) -> None:
         new = tuple(map(_model_spec, models))
         with self._lock:
-            answer = self._send_control(replica_main.LoadModel(new))
-            problem = (
-                answer.message
-                if isinstance(answer, replica_main.ReplicaFailed)
-                else answer.problem
-                if answer
-                else ""
-            )
+            reply = self._send_control(LoadModel(new))
+            problem = reply.message if isinstance(reply, ReplicaFailed) else reply.problem if reply else ""
             if problem:
                 self._send_control(
-                    replica_main.DropModel(tuple(m.identity for m in new if m.identity not in self._models))
+                    DropModel(tuple(m.identity for m in new if m.identity not in self._models))
                 )
                 raise CheckpointError(f"replica on {self.device}: {problem}", reason="replica")
             # A process that is not ready now will load these models when it starts.
@@ -145,7 +157,7 @@ class ReplicaExecutor:
         with self._lock:
             gone = tuple(loaded.served.identity for loaded in models)
             self._models = {k: v for k, v in self._models.items() if k not in gone}
-            self._send_control(replica_main.DropModel(gone))
+            self._send_control(DropModel(gone))
 
     def close(self) -> None:
         self._closing.set()
@@ -155,9 +167,7 @@ class ReplicaExecutor:
         if self._supervisor.is_alive():
             self._supervisor.join()
 
-    def _send_control(
-        self, message: replica_main.LoadModel | replica_main.DropModel
-    ) -> replica_main.FromReplica | None:
+    def _send_control(self, message: LoadModel | DropModel) -> FromReplica | None:
         """Send a control message to the process and return the reply. Return None if the process is not ready
         or does not reply."""
         process = self._process
@@ -213,20 +223,18 @@ class ReplicaExecutor:
         wanted = tuple(self._models.values())
         settings = self._settings
         try:
-            answer = process.send_control(
-                replica_main.OpenModels(
-                    wanted, settings.dtype, self.device, settings.threads, settings.compile
-                )
+            reply = process.send_control(
+                OpenModels(wanted, settings.dtype, self.device, settings.threads, settings.compile)
             )
         except OSError as e:
             self.problem = f"it ended or hung while it loaded: {e}"
             return False
-        self.problem = answer.message if isinstance(answer, replica_main.ReplicaFailed) else answer.problem
-        return isinstance(answer, replica_main.ReplicaReady)
+        self.problem = reply.message if isinstance(reply, ReplicaFailed) else reply.problem
+        return isinstance(reply, ReplicaReady)
 
 
-def _model_spec(loaded: LoadedModel) -> replica_main.ModelSpec:
-    return replica_main.ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
+def _model_spec(loaded: LoadedModel) -> ModelSpec:
+    return ModelSpec(str(loaded.checkpoint.path), loaded.served.identity)
 
 
 def _exit_reason(status: int) -> str:
@@ -235,19 +243,13 @@ def _exit_reason(status: int) -> str:
     return f"it was ended by {signal.Signals(-status).name}"
 
 
-START_TIMEOUT_S: Final = 900.0
-"""Maximum seconds for loading a replica's models."""
-RUN_TIMEOUT_S: Final = 600.0
-"""Maximum seconds for one batch. No request waits longer."""
-
-
 class WorkerChannel:
     """Service's end of one lane. A lane consists of a socket pair and two memfds."""
 
     def __init__(self) -> None:
         self._sock, self._child_end = socket.socketpair()
         self._sock.settimeout(RUN_TIMEOUT_S)
-        self._inputs, self._outputs = replica_main.SharedBuffer.new(), replica_main.SharedBuffer.new()
+        self._inputs, self._outputs = SharedBuffer.new(), SharedBuffer.new()
         self.fds = (self._child_end.fileno(), self._inputs.fd, self._outputs.fd)
 
     def close_child_end(self) -> None:
@@ -267,25 +269,25 @@ class WorkerChannel:
         rows = iter(self._inputs.write([*tensors, *kept]))
         inputs = [tuple(next(rows) for _ in item.tensors) for item in batch.items]
         media = tuple(
-            replica_main.MediaTensors(
+            MediaTensors(
                 inputs[i], item.tokens, item.geometry, None if batch.features[i] is None else next(rows)
             )
             for i, item in enumerate(batch.items)
         )
         wanted = tuple((model.identity, index) for model, index in batch.targets)
-        replica_main.send(
+        send(
             self._sock,
-            replica_main.RunBatch(media, wanted, batch.returns_features, batch.urgent, batch.share),
+            RunBatch(media, wanted, batch.returns_features, batch.urgent, batch.share),
         )
-        answer: replica_main.BatchReply = replica_main.receive(self._sock, replica_main.BatchReply)
-        if isinstance(answer, replica_main.ReplicaFailed):
-            raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)
+        reply: BatchReply = receive(self._sock, BatchReply)
+        if isinstance(reply, ReplicaFailed):
+            raise ReplicaLost(reply.message) if reply.kind == "absent" else RuntimeError(reply.message)
         # Copy the tensors, because the next batch overwrites their memory.
         result = BatchResult(
-            embeddings=tuple(self._outputs.view(row).clone() for row in answer.embeddings),
-            features={i: self._outputs.view(row).clone() for i, row in answer.features},
+            embeddings=tuple(self._outputs.view(row).clone() for row in reply.embeddings),
+            features={i: self._outputs.view(row).clone() for i, row in reply.features},
         )
-        return result, answer.uncompiled
+        return result, reply.uncompiled
 
     def close(self) -> None:
         self._sock.close()
@@ -316,15 +318,13 @@ class ReplicaProcess:
             channel.close_child_end()
             self.idle_channels.put(channel)
 
-    def send_control(
-        self, message: replica_main.OpenModels | replica_main.LoadModel | replica_main.DropModel
-    ) -> replica_main.FromReplica:
+    def send_control(self, message: OpenModels | LoadModel | DropModel) -> FromReplica:
         """Send a control message and return the reply. Raises OSError if the process has ended or does not
         reply.
         """
-        replica_main.send(self._control, message)
-        answer: replica_main.FromReplica = replica_main.receive(self._control, replica_main.FromReplica)
-        return answer
+        send(self._control, message)
+        reply: FromReplica = receive(self._control, FromReplica)
+        return reply
 
     def terminate(self) -> None:
         """Kill the process, and wait for the threads that use its lanes."""

@@ -1,7 +1,7 @@
 """Observes a request's events, to update `ServiceMetrics` and the spans of the client's trace.
 
-preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> replied
-                          └───────────────────────── refused, or cancelled ──────────────────────────┘
+record_preprocessing ─> on_received ─> record_stage ─> on_queued ─> record_batch ─> record_stage ─> on_reply
+                                    └────────────── on_refusal, or on_disconnect ──────────────────────┘
 
 Callers pass their trace context (OpenTelemetry) in W3C headers or in `EncodeRequest.trace`. Without an SDK,
 the OpenTelemetry API's no-op tracer is used, which records nothing. Therefore no code has to check whether
@@ -26,10 +26,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug import __version__
+from cornplug.encoder_service.batcher import EncodeJob, PendingRequest
+from cornplug.encoder_service.formats.messages import trace_of
 from cornplug.encoder_service.model_registry import LoadedModel
-from cornplug.encoder_service.scheduling.batcher import EncodeJob, PendingRequest
 from cornplug.encoder_service.service_metrics import ServiceMetrics, Stage
-from cornplug.encoder_service.wire.messages import trace_of
 
 _EXPORT_VARIABLES: Final = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",

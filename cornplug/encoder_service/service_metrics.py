@@ -15,7 +15,7 @@ from typing import Final, Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from cornplug.encoder_service.wire.messages import ServedModel
+from cornplug.encoder_service.formats.messages import ServedModel
 from cornplug.metrics import WAIT_BUCKETS_S
 
 Stage = Literal["preprocess", "prepare", "queue", "compute", "publish"]

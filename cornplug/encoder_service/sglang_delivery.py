@@ -32,7 +32,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from cornplug.encoder_service.wire.engine_seal import SignedClaim
+from cornplug.encoder_service.formats.engine_seal import SignedClaim
 from cornplug.errors import EncoderRefused
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -45,6 +45,13 @@ _TRUSTED_GROUPS: Final = ("here", "deployment")
 _RESOLVE_S: Final = 2.0
 _LINGER_MS: Final = 5000
 """Milliseconds for which libzmq continues to send queued messages after the socket is closed."""
+_RECEIVER_MODULE: Final = "sglang.srt.disaggregation.encoder.receiver"
+_MODALITY_MODULE: Final = "sglang.srt.multimodal.modality"
+_IMAGE_MODALITY: Final = 1
+DTYPES: Final = ("float32", "float16", "bfloat16")
+_RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class ReceiverGuard:
@@ -238,16 +245,6 @@ def _is_local_address(ip: IPAddress) -> bool:
         except OSError:
             return False
     return True
-
-
-_RECEIVER_MODULE: Final = "sglang.srt.disaggregation.encoder.receiver"
-_MODALITY_MODULE: Final = "sglang.srt.multimodal.modality"
-_IMAGE_MODALITY: Final = 1
-DTYPES: Final = ("float32", "float16", "bfloat16")
-
-_RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
-_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -42,23 +42,23 @@ from cornplug.encoder_service.access import AuditLog, effective_salt
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake, cap_deadline_s
-from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import (
-    SGLANG_APP,
-    MediaPreparer,
-    MediaSource,
-    PreprocessedMedia,
-    media_bytes,
-)
-from cornplug.encoder_service.sglang_delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, is_salt_proved
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.engine_seal import SignedClaim, is_salt_proved
+from cornplug.encoder_service.formats.messages import (
     EncodeRefusal,
     EncodeReply,
     ServedModel,
     WireTensor,
     status_of,
 )
+from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import (
+    SGLANG_APP,
+    MediaPreparer,
+    MediaSource,
+    PreprocessedMediaItem,
+    media_bytes,
+)
+from cornplug.encoder_service.sglang_delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
 
@@ -128,8 +128,8 @@ class SglangPartEncoder:
     ) -> sglang_delivery.EncodePart:
         """Check the salts of the part's images, and return the part with the salts to use.
 
-        A salt without a valid proof is handled like the `cache_salt` of an HTTP request (`access.salt_of`).
-        Raises EncoderRefused("forbidden_salt") if the caller may not set the salt.
+        A salt without a valid proof is handled like the `cache_salt` of an HTTP request
+        (`access.effective_salt`). Raises EncoderRefused("forbidden_salt") if the caller may not set the salt.
         """
 
         def of(item: sglang_delivery.MediaItem) -> sglang_delivery.MediaItem:
@@ -350,7 +350,7 @@ def find_model(registry: ModelRegistry, name: str | None) -> LoadedModel:
     )
 
 
-def _patch_grid(model: LoadedModel, prepared: PreprocessedMedia) -> list[int]:
+def _patch_grid(model: LoadedModel, prepared: PreprocessedMediaItem) -> list[int]:
     grid = prepared.inputs.get(_GRID_INPUT)
     if grid is None:
         raise EncoderRefused(

@@ -1,4 +1,4 @@
-"""Unix socket server for this user's engines on this host: a handshake, then frames of `wire/messages.py`.
+"""Unix socket server for this user's engines on this host: a handshake, then frames of `formats/messages.py`.
 
 A connection that sends invalid bytes is closed. Other connections are not affected. When a client
 disconnects, its requests are cancelled, so that no tower runs for them.
@@ -14,9 +14,9 @@ from typing import Final
 
 import msgspec
 
+from cornplug.encoder_service.batcher import EncodeResult
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.scheduling.batcher import EncodeResult
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_BYTES,
@@ -179,11 +179,11 @@ class _Connection:
     def _send_result(self, future: Future[EncodeResult]) -> None:
         self._pending.discard(future)
         if not future.cancelled() and not self._writer.is_closing():
-            answer = future.result()
+            reply = future.result()
             try:
-                self._send(answer)
+                self._send(reply)
             except ValueError as e:  # The embedding is not in a store and is larger than a frame.
-                self._send(EncodeRefusal(id=answer.id, reason="internal", message=str(e)))
+                self._send(EncodeRefusal(id=reply.id, reason="internal", message=str(e)))
 
     def _send(self, reply: Reply) -> None:
         self._writer.write(encode_frame(self._encode(reply), limit=MAX_FRAME_BYTES))

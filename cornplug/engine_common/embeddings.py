@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 
 from cornplug.codec import ITEM_BYTES, PayloadKind
-from cornplug.encoder_service.wire.messages import EncodeReply
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.messages import EncodeReply
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnavailable
@@ -34,6 +34,12 @@ from cornplug.store.payload import NewPayload, put_payload
 _BACKOFF_STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 _NO_BACKOFF_REASONS: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
 """Error reasons that do not start a backoff: no service is running, or the error affects only one image."""
+
+_MAX_QUEUED: Final = 64
+_MAX_QUEUED_BYTES: Final = 256 << 20
+"""Maximum total size in bytes of the queue of unsaved embeddings, so that a slow store cannot exhaust the
+engine's memory. If the queue is empty, a larger embedding is accepted too."""
+log = logging.getLogger(__name__)
 
 
 class BackOff:
@@ -141,13 +147,6 @@ class EncoderRequestPolicy:
         return self.record_failure(
             EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
         )
-
-
-_MAX_QUEUED: Final = 64
-_MAX_QUEUED_BYTES: Final = 256 << 20
-"""Maximum total size in bytes of the queue of unsaved embeddings, so that a slow store cannot exhaust the
-engine's memory. If the queue is empty, a larger embedding is accepted too."""
-log = logging.getLogger(__name__)
 
 
 class TowerTimer:

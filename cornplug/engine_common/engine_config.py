@@ -33,6 +33,28 @@ _UNKNOWN_SETTING: Final = (
     "the setting is unknown to this release of cornplug; leave it at its default to share"
 )
 
+_ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
+"""Types of rotary embeddings whose tables depend only on the config in both engines, and not on the
+maximum sequence length."""
+_ANY_LENGTH: Final = """
+chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
+granite internlm2 internvl llama llava llava_next llava_onevision mistral mixtral olmo olmo2 phi phi3
+qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 starcoder2
+"""
+_MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
+"""`model_type`s of text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence
+length. Llama 4, for example, is not included, because it scales its attention by this length. Plamo 3 and
+MiniMax-M2 are not included, because their table sizes depend on this length."""
+_JSON_WITH_CODE: Final = (
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+)
+_TEXT_PREFIXES: Final = ("text_config.", "llm_config.")
+_TOWER_PATH: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTables:
@@ -184,31 +206,6 @@ def _default_value(default: Any, factory: Callable[[], Any] | Any) -> Any:
     if default is not dataclasses.MISSING:
         return default
     return dataclasses.MISSING if factory is dataclasses.MISSING else factory()
-
-
-_ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
-"""Types of rotary embeddings whose tables depend only on the config in both engines, and not on the
-maximum sequence length."""
-
-_ANY_LENGTH: Final = """
-chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
-granite internlm2 internvl llama llava llava_next llava_onevision mistral mixtral olmo olmo2 phi phi3
-qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 starcoder2
-"""
-_MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
-"""`model_type`s of text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence
-length. Llama 4, for example, is not included, because it scales its attention by this length. Plamo 3 and
-MiniMax-M2 are not included, because their table sizes depend on this length."""
-
-_JSON_WITH_CODE: Final = (
-    "config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer_config.json",
-    "video_preprocessor_config.json",
-)
-_TEXT_PREFIXES: Final = ("text_config.", "llm_config.")
-_TOWER_PATH: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.")
 
 
 def config_changes(patched: Mapping[str, Any], original: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from typing import Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint, read_json
 from cornplug.checkpoints.families import FAMILIES
-from cornplug.checkpoints.families.family import PRECISION_VARIABLES, USUAL_NUMERIC_CLASS
-from cornplug.checkpoints.families.generic import PROCESSOR_FILES
+from cornplug.checkpoints.generic_family import PROCESSOR_FILES
+from cornplug.checkpoints.model_family import PRECISION_VARIABLES, USUAL_NUMERIC_CLASS
 from cornplug.checkpoints.safetensors_digest import folder_fingerprint
 from cornplug.engine_common import engine_config, engine_state
 from cornplug.errors import CheckpointError
@@ -43,6 +43,20 @@ _PRECISION_OVERRIDES: Final = frozenset(
 )
 """Names under which the environment variables in `PRECISION_VARIABLES` appear in the overrides of vLLM and
 SGLang."""
+
+_COMPARED_ARCHITECTURES: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
+"""Model architectures for which tests/integration/test_latents_of_two_engines.py compares the latents of
+both engines."""
+_YARN_TYPES: Final = frozenset({"yarn", "deepseek_yarn"})
+"""Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
+of a loaded model."""
+_COMMON_ROPE_FIELDS: Final = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    }
+)
+"""Config fields of rotary embeddings that both engines interpret in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class TowerIdentity:
         return {"image": self, "video": self.videos}.get(modality)
 
 
-def declares_quantization(hf_config: Any) -> bool:
+def declares_quantisation(hf_config: Any) -> bool:
     """Return whether a checkpoint's config (a transformers object) declares quantisation."""
     text = getattr(hf_config, "text_config", hf_config)
     return any(
@@ -105,8 +119,8 @@ class EngineModel:
     """Model families with proven embeddings: tests have shown that this engine release with `dtype` computes
     the same embeddings as the encoder service."""
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the tower's inputs for an image, by `model_type`, for families without a module in
-    `cornplug/checkpoints/families/`. These names cannot be determined before the model is loaded."""
+    """Names of the tower's inputs for an image, by `model_type`, for families that are not listed in
+    `cornplug/checkpoints/families.py`. These names cannot be determined before the model is loaded."""
     video_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that change the language model's positions for a video, but not its embedding. They are part
     of the video's key, because KV keys contain the video's key."""
@@ -117,8 +131,8 @@ class EngineModel:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Further engine settings that change results and are not in the checkpoint, as JSON values by name."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Result of `engine_config.changes`: config fields in which this engine differs from the checkpoint's
-    files."""
+    """Result of `engine_config.config_changes`: config fields in which this engine differs from the
+    checkpoint's files."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that become part of the key only for models whose KV depends on `max_model_len`."""
     began_ns: int | None = None
@@ -353,23 +367,6 @@ def _read_settings(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 def _unknown_weights_error(why: str) -> CheckpointError:
     return CheckpointError(f"{why}. Restart the engine to share.", reason="weights_updated")
-
-
-_COMPARED_ARCHITECTURES: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
-"""Model architectures for which tests/integration/test_latents_of_two_engines.py compares the latents of
-both engines."""
-
-_YARN_TYPES: Final = frozenset({"yarn", "deepseek_yarn"})
-"""Names of YaRN rotary embeddings: the published name, and the name that both engines write into the config
-of a loaded model."""
-
-_COMMON_ROPE_FIELDS: Final = frozenset(
-    {
-        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-    }
-)
-"""Config fields of rotary embeddings that both engines interpret in the same way."""
 
 
 def page_root(

@@ -102,14 +102,14 @@ class PagePublisher:
         counts the outcome itself.
         """
         try:
-            answers = self._runtime.store.reserve(
+            replies = self._runtime.store.reserve(
                 self._reserve_entries(keys),
                 self._reserve_terms(),
                 deadline_s=deadline_s or self._deadline_s,
             )
         except CornplugError as e:
             return self._count_reserve_failure(e, len(keys))
-        return self._count_refusals(answers)
+        return self._count_refusals(replies)
 
     def post_reserve(self, keys: Sequence[bytes]) -> PostedRequest[list[ReserveReply]]:
         """Send a reservation like `reserve`, but without waiting for the reply if the store supports that.
@@ -163,15 +163,18 @@ class PagePublisher:
         self, written: Sequence[tuple[Reservation, Mapping[int, int]]]
     ) -> list[tuple[Reservation, bytes]]:
         if self._writer_part is not None:
-            return [(room, partial_page_header(room.key, self._page, sums)) for room, sums in written]
-        headers = page_headers([(room.key, sums) for room, sums in written], self._page)
-        return [(room, header) for (room, _), header in zip(written, headers, strict=True)]
+            return [
+                (reservation, partial_page_header(reservation.key, self._page, sums))
+                for reservation, sums in written
+            ]
+        headers = page_headers([(reservation.key, sums) for reservation, sums in written], self._page)
+        return [(reservation, header) for (reservation, _), header in zip(written, headers, strict=True)]
 
-    def _count_refusals(self, answers: Sequence[Reservation | ReserveRefusal]) -> list[ReserveReply]:
-        for answer in answers:
-            if isinstance(answer, ReserveRefusal) and answer is not ReserveRefusal.GROWING:
-                self.count_outcome(answer.value)
-        return list(answers)
+    def _count_refusals(self, replies: Sequence[Reservation | ReserveRefusal]) -> list[ReserveReply]:
+        for reply in replies:
+            if isinstance(reply, ReserveRefusal) and reply is not ReserveRefusal.GROWING:
+                self.count_outcome(reply.value)
+        return list(replies)
 
     def _count_commits(self, done: Sequence[bool]) -> bool:
         stored = sum(done)
@@ -217,7 +220,7 @@ class _CountedRequest(Generic[T, R]):
 
     def poll(self) -> R | None:
         try:
-            answer = self._posted.poll()
+            reply = self._posted.poll()
         except CornplugError as e:
             return self._on_error(e)
-        return None if answer is None else self._on_reply(answer)
+        return None if reply is None else self._on_reply(reply)

@@ -202,9 +202,9 @@ class RankPages:
         here = _bytes_by_head(source).reshape(arena.shape)
         # Compute the checksum of a segment and copy it while it is in a CPU cache.
         for numbers, head, target in zip(self._segment_ranges(runs), here, arena, strict=True):
-            for number, one, room in zip(numbers, head, target, strict=True):
-                sums[number] = digest(one)
-                room[:] = one
+            for number, segment, place in zip(numbers, head, target, strict=True):
+                sums[number] = digest(segment)
+                place[:] = segment
         return sums
 
     def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:

@@ -96,7 +96,7 @@ def settings_from_flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def flag_dest(flag: str) -> str:
-    """Return the attribute name (argparse's `flag_dest`) for a flag."""
+    """Return the name of the parsed arguments' attribute (argparse's `dest`) for a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 

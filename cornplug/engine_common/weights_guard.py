@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 _DEFAULT_VERSION = "default"
 """Weight version that both engines use if the trainer sets none."""
 
+T = TypeVar("T")
+INITIAL_WAIT_S: Final = 2.0
+"""Maximum seconds that all callers together wait for a checkpoint whose fingerprint is not cached."""
+_NOT_SHARED_MESSAGES: Final = {
+    "KV": "cornplug: KV of this engine is not shared: %s",
+    "embeddings": "cornplug: embeddings of this engine are not shared: %s",
+}
+_MAX_NORM_BYTES: Final = 1 << 20
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 def has_replaced_weights() -> bool:
     """Return whether the engine's weights may differ from the identified checkpoint. Any process of the
@@ -83,16 +93,6 @@ def version_problem(version: object, previous: object) -> str:
     if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.MAX_VERSION_BYTES:
         return "the weight_version is too long"
     return ""
-
-
-T = TypeVar("T")
-
-INITIAL_WAIT_S: Final = 2.0
-"""Maximum seconds that all callers together wait for a checkpoint whose fingerprint is not cached."""
-_NOT_SHARED_MESSAGES: Final = {
-    "KV": "cornplug: KV of this engine is not shared: %s",
-    "embeddings": "cornplug: embeddings of this engine are not shared: %s",
-}
 
 
 class BackgroundIdentity(Generic[T]):
@@ -213,10 +213,6 @@ class CurrentIdentity(Generic[T]):
 
 def _updated_error() -> CheckpointError:
     return CheckpointError("the weights were replaced", reason="weights_updated")
-
-
-_MAX_NORM_BYTES: Final = 1 << 20
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_loaded_weights(

@@ -37,12 +37,26 @@ from cornplug.errors import ConfigError, CornplugError
 from cornplug.host import free_port, tls_context, without_proxies
 from cornplug.planner.inputs.profile_tables import ProfileRow
 from cornplug.planner.inputs.schema import Engine
-from cornplug.planner.launch.command_lines import LaunchCommand
+from cornplug.planner.launch.command_lines import TRACE_CHUNK_TOKENS, LaunchCommand
 from cornplug.planner.launch.launcher import CommandProcess
 
 _SHORT_TOKENS = 16
 """Prompt length of the requests that time decode iterations. It is short, so that context adds almost no
 time."""
+_COMMON_ENV: Final = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Without this, SGLang generates a token for each /health request.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+}
+_CPU_ENV: Final[Mapping[Engine, Mapping[str, str]]] = {
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
+}
+_CACHED_MAX: Final = 0.02
+"""Maximum fraction of prompt tokens that the engine may take from its prefix cache. With a larger fraction,
+the times of requests are not prefill times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +196,6 @@ def _seconds(timed: Iterable[TimedPoint], point: GridPoint) -> float:
     return median(t.seconds for t in timed if t.point == point)
 
 
-_COMMON_ENV: Final = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # Without this, SGLang generates a token for each /health request.
-    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-}
-_CPU_ENV: Final[Mapping[Engine, Mapping[str, str]]] = {
-    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
-}
-
-
 def engine(
     kind: Engine, model: str, grid: SampleGrid, *, tp: int, pp: int, cores: Sequence[int]
 ) -> LaunchCommand:
@@ -276,13 +277,6 @@ def _command(
     )
 
 
-_CACHED_MAX = 0.02
-"""Maximum fraction of prompt tokens that the engine may take from its prefix cache. With a larger fraction,
-the times of requests are not prefill times."""
-_CHUNK_TOKENS: Final = 16
-"""Number of tokens that one hash id in a trace represents."""
-
-
 def fetch_model(url: str, tokenizer: str | None) -> BenchedModel:
     """Return the model that the engine at this URL serves.
 
@@ -324,8 +318,8 @@ def measure_rows(
             reason="cached",
         )
     kv_tokens = capacity_tokens(target.url)
-    room = [ProfileRow(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
-    return [*grid.rows(isolated, batched, **cell), *room]
+    capacity_rows = [ProfileRow(kind="kv_tokens", x=kv_tokens, **cell)] if kv_tokens else []  # type: ignore[arg-type]
+    return [*grid.rows(isolated, batched, **cell), *capacity_rows]
 
 
 def capacity_tokens(url: str) -> int:
@@ -365,20 +359,20 @@ def _metrics(url: str) -> str:
     """Return the text of the engine's /metrics, or "" if the engine has no metrics, which is SGLang's
     default."""
     try:
-        answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
+        response = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:
         raise CornplugError(f"{url} does not respond: {e}", reason="server") from e
-    return answer.text if answer.status_code == 200 else ""
+    return response.text if response.status_code == 200 else ""
 
 
 def _get_json(url: str) -> dict[str, Any]:
     try:
-        answer = httpx.get(url, timeout=10, trust_env=False, verify=tls_context()).raise_for_status()
+        response = httpx.get(url, timeout=10, trust_env=False, verify=tls_context()).raise_for_status()
     except httpx.HTTPError as e:
         raise CornplugError(
             f"{url}: {e}. Check that this is the address of an engine.", reason="server"
         ) from e
-    body: dict[str, Any] = answer.json()
+    body: dict[str, Any] = response.json()
     return body
 
 
@@ -404,7 +398,7 @@ def bench_command(
         *("bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
         *("--base-url", model.url, "--model", model.name, "--tokenizer", model.tokenizer),
         *("--dataset-name", "timed_trace", "--dataset-path", str(trace), "--no-self-timed"),
-        *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
+        *("--timed-trace-chunk-hash-size", str(TRACE_CHUNK_TOKENS)),
         *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
         *("--timed-trace-label-input-length", "prompt_tokens"),
         *("--timed-trace-label-output-length", "output_tokens"),
@@ -449,7 +443,7 @@ def trace_lines(points: Sequence[GridPoint], first_id: int) -> str:
     """Return the JSON lines of a trace whose prompts share no hash id, and therefore no tokens."""
     lines, unused = [], first_id * 1_000_000
     for point in points:
-        chunks = -(-point.prompt_tokens // _CHUNK_TOKENS)
+        chunks = -(-point.prompt_tokens // TRACE_CHUNK_TOKENS)
         lines.append(
             json.dumps(
                 {

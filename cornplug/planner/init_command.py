@@ -33,6 +33,7 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model.roofline import compute_efficiency
+from cornplug.settings import GIB
 
 _MODEL_LEN: Final = 8192
 _PROMPT_TOKENS: Final = 1000
@@ -138,7 +139,6 @@ objective = "cost" # cheapest plan that meets every SLO; "goodput", "max-min": m
 n_plus_one = true # every online service survives the loss of one replica; "node": of any one machine
 online_share = 0.8 # share of an engine's capacity for online work; the rest is headroom for peaks
 """
-_GIB: Final = 1 << 30
 _WEIGHTS_SHARE: Final = 0.8
 """Fraction of a GPU's memory that weights may use. The rest is for the KV cache and the engine."""
 _ROOFLINE: Final = RooflineProfile()
@@ -393,7 +393,7 @@ def _hosting_options(
         else "Write a file with pp by hand, see docs/plan-input.md."
     )
     names = ", ".join(dict.fromkeys(machine.gpu for machine in machines))
-    gib = weights_bytes(llm, published) / _GIB
+    gib = weights_bytes(llm, published) / GIB
     raise ConfigError("--gpus", f"weights of {gib:.0f} GiB do not fit on one machine with {names}", remedy)
 
 
@@ -401,7 +401,8 @@ def _find_fitting_options(
     llm: LLMShape, published: Quantisation, machines: Sequence[_PricedMachine]
 ) -> list[_HostingOption]:
     table = gpu_catalog.gpu_table()
-    most = {machine.gpu: machine.gpus for machine in machines}  # the last machine of a GPU is the largest
+    # Machines are sorted by size, so the last machine with a GPU type is the largest.
+    most = {machine.gpu: machine.gpus for machine in machines}
     found = (_option(llm, published, table[gpu], gpus) for gpu, gpus in most.items())
     return [option for option in found if option is not None]
 
@@ -412,6 +413,6 @@ def _option(llm: LLMShape, published: Quantisation, gpu: GpuSpec, gpus: int) -> 
     choices: tuple[Quantisation, ...] = (published, "fp8") if published == "none" else (published,)
     for quantisation in choices:
         computes = quantisation != "fp8" or gpu.fp8_tflops > 0
-        if computes and weights_bytes(llm, quantisation, tp=tp) <= _WEIGHTS_SHARE * gpu.memory_gib * _GIB:
+        if computes and weights_bytes(llm, quantisation, tp=tp) <= _WEIGHTS_SHARE * gpu.memory_gib * GIB:
             return _HostingOption(gpu, quantisation, tp)
     return None

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
-from cornplug.planner.plan import Plan, PlanRoute
+from cornplug.planner.plan import Plan
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """(name, sorted labels) of a metric's series."""
@@ -200,8 +200,8 @@ def window_between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedW
 
 def _get(address: str) -> str:
     try:
-        answer = httpx.get(address, timeout=_TIMEOUT_S, trust_env=False, verify=tls_context())
-        return answer.raise_for_status().text
+        response = httpx.get(address, timeout=_TIMEOUT_S, trust_env=False, verify=tls_context())
+        return response.raise_for_status().text
     except httpx.HTTPError as e:
         raise ConfigError(
             f"--metrics {address}",
@@ -260,14 +260,14 @@ def _cumulative_count(steps: Mapping[float, float], bound: float) -> float:
 
 def _embedding_hits(grown: Mapping[Series, float]) -> Mapping[str, float]:
     computed: dict[str, float] = {}
-    answered: dict[str, float] = {}
+    total: dict[str, float] = {}
     for (name, labels), value in grown.items():
         if name == EMBEDDING_METRIC:
             named = dict(labels)
-            answered[named["app"]] = answered.get(named["app"], 0.0) + value
+            total[named["app"]] = total.get(named["app"], 0.0) + value
             if named["origin"] == "computed":
                 computed[named["app"]] = computed.get(named["app"], 0.0) + value
-    return {app: 1 - computed.get(app, 0.0) / n for app, n in answered.items() if n}
+    return {app: 1 - computed.get(app, 0.0) / n for app, n in total.items() if n}
 
 
 @dataclass(frozen=True)
@@ -317,14 +317,10 @@ def scopes(plan: Plan) -> dict[str, frozenset[str]]:
     """
     found: dict[str, frozenset[str]] = {ALL_ENGINES: frozenset()}
     for route in plan.routes:
-        name = class_of(route)
+        name = route.class_name
         for scope in (ALL_ENGINES, route.app, name, *(g for s in route.stages for g in s.groups)):
             found[scope] = found.get(scope, frozenset()) | {name}
     return found
-
-
-def class_of(route: PlanRoute) -> str:
-    return f"{route.app}/{route.request}"
 
 
 def check_scope(plan: Plan, scope: str) -> None:
@@ -338,11 +334,11 @@ def check_scope(plan: Plan, scope: str) -> None:
         return
     for route in plan.routes:
         stages = [s.tasks for s in route.stages]
-        if class_of(route) in known[scope] and any("D" in t and "P" not in t for t in stages):
+        if route.class_name in known[scope] and any("D" in t and "P" not in t for t in stages):
             groups = ", ".join(g for s in route.stages for g in s.groups)
             raise ConfigError(
                 f"--metrics {scope or 'URL'}",
-                f"{class_of(route)} prefills in one engine and decodes in another. Both count each request",
+                f"{route.class_name} prefills in one engine and decodes in another. Both count each request",
                 f"Set the address of each group, GROUP=URL. The groups are {groups}.",
             )
 
@@ -365,7 +361,7 @@ def class_shares(
 
 def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
     """Return the planned requests per second of each class for a scope's engines."""
-    return scope_rates(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
+    return scope_rates(plan, scope, {o.class_name: o.served for o in plan.latency_forecasts})
 
 
 def scope_does_task(plan: Plan, scope: str, task: str) -> bool:
@@ -379,7 +375,7 @@ def sole_group(plan: Plan, scope: str, task: str) -> str | None:
     if scope in _tasks(plan):
         return scope if scope_does_task(plan, scope, task) else None
     inside = scopes(plan)[scope]
-    stages = [stage for r in plan.routes if class_of(r) in inside for stage in r.stages]
+    stages = [stage for r in plan.routes if r.class_name in inside for stage in r.stages]
     found = {group for stage in stages if task in stage.tasks for group in stage.groups}
     return found.pop() if len(found) == 1 else None
 
@@ -395,7 +391,7 @@ def scope_rates(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str,
     seen: dict[str, float] = {}
     inside, group = scopes(plan)[scope], scope in _tasks(plan)
     for route in plan.routes:
-        name = class_of(route)
+        name = route.class_name
         planned[name] = planned.get(name, 0.0) + route.rate
         if name in inside:
             weight = max((s.groups.get(scope, 0.0) for s in route.stages), default=0.0) if group else 1.0

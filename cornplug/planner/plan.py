@@ -106,6 +106,11 @@ class LatencyTargets(PlanRecord):
     """Simulated E2E latency. Empty if the plan was not simulated."""
 
     @property
+    def class_name(self) -> str:
+        """Name of the request class, such as "chat/short"."""
+        return f"{self.app}/{self.request}"
+
+    @property
     def percentile_slos(self) -> list[PercentileSlo]:
         """Bounds of the class, one item per percentile. The first item may have no bounds."""
         first = PercentileSlo(
@@ -351,6 +356,11 @@ class PlanRoute(PlanRecord):
     structure: str
     rate: float
     stages: list[RouteStage]
+
+    @property
+    def class_name(self) -> str:
+        """Name of the request class, such as "chat/short"."""
+        return f"{self.app}/{self.request}"
 
 
 class CacheSize(PlanRecord):

@@ -34,6 +34,14 @@ from cornplug.planner.report import explanation, formatting, plan_folder
 
 INFEASIBLE: Final = 1
 """Exit status if no plan exists. Status 2 means invalid input, as in all commands."""
+_STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
+PHASES: Final = {
+    "cells": "computing capacities",
+    "solve": "solving",
+    "confirm": "confirming capacities by simulation",
+    "validate": "simulating the whole plan",
+    "reasons": "comparing alternatives",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -216,16 +224,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
-PHASES: Final = {
-    "cells": "computing capacities",
-    "solve": "solving",
-    "confirm": "confirming capacities by simulation",
-    "validate": "simulating the whole plan",
-    "reasons": "comparing alternatives",
-}
-
-
 def show(plan: Plan, console: Console) -> None:
     """Print the plan. Names in the plan are printed as plain text, never parsed as rich's markup."""
     console.print(_head(plan))
@@ -237,7 +235,7 @@ def show(plan: Plan, console: Console) -> None:
 
 def _head(plan: Plan) -> Text:
     head = Text.assemble((plan.name, "bold"), "  ", formatting.headline(plan))
-    found = f"{formatting.proof(plan.proof)} · {plan.proof.solver}, {plan.proof.seconds:.1f} s"
+    found = f"{formatting.describe_proof(plan.proof)} · {plan.proof.solver}, {plan.proof.seconds:.1f} s"
     return head.append(f"\n{plan.objective}: {found}", style="dim")
 
 
@@ -270,13 +268,13 @@ def _groups(plan: Plan) -> Group:
     for g in plan.groups:
         mark = formatting.profile_origin(g.profile)
         table.add_row(
-            Text(f"{formatting.replicas(g)} ×"),
+            Text(f"{formatting.format_replicas(g)} ×"),
             Text(g.service),
             Text(g.engine),
             Text(f"{g.gpu} ({g.nodes})"),
-            formatting.shape(g.parallelism, g.share),
+            formatting.format_shape(g.parallelism, g.share),
             Text("bf16" if g.quantisation == "none" else g.quantisation),
-            formatting.percent(g.utilisation),
+            formatting.format_percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
         )
     return Group(table, *(Text(said, style="dim") for said in formatting.unneeded_gpu_notes(plan)))
@@ -288,12 +286,12 @@ def _routes(plan: Plan) -> Table:
     for r in plan.routes:
         through = " → ".join(
             ", ".join(
-                services.get(g, g) + (f" {formatting.percent(w)}" if len(stage.groups) > 1 else "")
+                services.get(g, g) + (f" {formatting.format_percent(w)}" if len(stage.groups) > 1 else "")
                 for g, w in stage.groups.items()
             )
             for stage in r.stages
         )
-        table.add_row(Text(f"{r.app}/{r.request}"), formatting.rate(r.rate), Text(r.structure), Text(through))
+        table.add_row(Text(r.class_name), formatting.format_rate(r.rate), Text(r.structure), Text(through))
     return table
 
 
@@ -310,8 +308,8 @@ def _forecast(plan: Plan) -> Table:
         )
     for o in plan.latency_forecasts:
         if o.served < o.rate * (1 - 1e-6):
-            short = f"{formatting.rate(o.served)} of {formatting.rate(o.rate)}"
-            table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
+            short = f"{formatting.format_rate(o.served)} of {formatting.format_rate(o.rate)}"
+            table.add_row(Text(o.class_name), "served", short, style="yellow")
     return table
 
 
@@ -322,8 +320,8 @@ def _jobs(plan: Plan) -> Table:
             done = f.job.done_hours
             said = "unknown" if done is None else "kept" if done <= f.job.deadline_hours else "MISSED"
             style = {"kept": "good", "MISSED": "bad"}.get(said, "soft")
-            job = Text(formatting.job(f.job))
-            table.add_row(Text(f"{f.app}/{f.request}"), job, Text(said, style=_STYLES[style]))
+            job = Text(formatting.describe_job(f.job))
+            table.add_row(Text(f.class_name), job, Text(said, style=_STYLES[style]))
     return table
 
 
@@ -331,7 +329,10 @@ def _hours(plan: Plan) -> Group:
     table = _table("hours", "needed", "can be returned", "cost", right=frozenset({"cost"}))
     for part in formatting.day_parts(plan):
         table.add_row(
-            part.hours, Text(part.needed), Text(part.releasable), formatting.dollars(part.cost_per_hour)
+            part.hours,
+            Text(part.needed),
+            Text(part.releasable),
+            formatting.format_dollars(part.cost_per_hour),
         )
     return Group(table, Text(formatting.day_cost(plan), style="dim"))
 
@@ -339,7 +340,7 @@ def _hours(plan: Plan) -> Group:
 def _caches(plan: Plan) -> Table:
     table = _table("cache", "of", "GiB", "hits", right=frozenset({"GiB"}))
     for c in plan.caches:
-        hits = ", ".join(f"{name} {formatting.percent(h)}" for name, h in c.hit_rate.items())
+        hits = ", ".join(f"{name} {formatting.format_percent(h)}" for name, h in c.hit_rate.items())
         table.add_row(
             Text(f"{c.name} ({c.kind})"), Text(c.component), "" if c.gib is None else f"{c.gib:g}", Text(hits)
         )
@@ -350,7 +351,10 @@ def _reservations(plan: Plan) -> Table:
     table = _table("class", "share", "priority", "deadline")
     for r in plan.reservations:
         table.add_row(
-            Text(r.qos), formatting.percent(r.share), str(r.priority), formatting.seconds(r.deadline_s)
+            Text(r.qos),
+            formatting.format_percent(r.share),
+            str(r.priority),
+            formatting.format_seconds(r.deadline_s),
         )
     return table
 
@@ -359,19 +363,19 @@ def _explanation(explanation: PlanExplanation) -> Iterator[tuple[str, Renderable
     if explanation.binding:
         table = _table("constraint", "", "without it")
         for b in explanation.binding:
-            saves = "" if b.saves_per_hour is None else f"saves {formatting.dollars(b.saves_per_hour)}"
+            saves = "" if b.saves_per_hour is None else f"saves {formatting.format_dollars(b.saves_per_hour)}"
             table.add_row(Text(b.constraint, style="bold"), Text(b.text), saves)
         yield "Constraints that determine the cost", table
     if explanation.alternatives:
         table = _table("instead", "", "cost", right=frozenset({"cost"}))
         for a in explanation.alternatives:
-            cost = formatting.dollars(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
+            cost = formatting.format_dollars(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
             table.add_row(Text(a.name, style="bold"), Text(a.reason_against or a.text), cost)
         yield "Alternatives", table
     if explanation.curve:
         table = _table("every bound ×", "cost", right=frozenset({"every bound ×", "cost"}))
         for p in explanation.curve:
-            cost = formatting.dollars(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
+            cost = formatting.format_dollars(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
             table.add_row(f"{p.slo_factor:g}", cost)
         yield "Cost by SLO", table
     if explanation.monolith:
@@ -407,7 +411,7 @@ def solver_progress(progress: optimization_problem.SolveProgress) -> str:
     if progress.bound is None:
         return said
     gap = abs(progress.incumbent - progress.bound) / max(abs(progress.incumbent), 1e-9)
-    return f"{said}, gap {formatting.percent(gap)}"
+    return f"{said}, gap {formatting.format_percent(gap)}"
 
 
 @contextmanager

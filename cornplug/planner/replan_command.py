@@ -3,10 +3,6 @@
 Each run ends one window, which is the difference between the engines' current metrics and their metrics at
 the last run, or `--window` seconds ago. A change is recommended if two consecutive windows require the same
 change. This command does not start or stop anything.
-
-The state between runs consists of the last snapshots, decision, and rates by the time of day. A replica
-takes minutes to start. If the rate rises every morning, replicas are planned in advance, from the usual
-rates of the next slots of the day, scaled to today's level.
 """
 
 from __future__ import annotations
@@ -18,20 +14,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from pydantic import Field, ValidationError
 from rich.console import Console
 
-from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner import calibration, observed_load, plan_command, replan_decision
-from cornplug.planner.calibration import FigureDifference, calibrate
-from cornplug.planner.candidates.cells import merged_corrections, profile_key_of
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner import observed_load, plan_command, replan_decision, workload_update
+from cornplug.planner.calibration import calibrate
+from cornplug.planner.candidates.timed_configs import merged_corrections, profile_key_of
 from cornplug.planner.inputs.schema import Application, ChangeRules, PlanInput
 from cornplug.planner.observed_load import MetricsSnapshot, ObservedWindow
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.pipeline.formulate import formulate, group_key
-from cornplug.planner.plan import Plan, PlanRecord, TimesCorrection
+from cornplug.planner.plan import Plan, TimesCorrection
 from cornplug.planner.replan_decision import (
     PlanStep,
     ReplanDecision,
@@ -39,137 +34,16 @@ from cornplug.planner.replan_decision import (
     slow_engines,
     times_of_groups,
 )
+from cornplug.planner.replan_state import DailyRates, ReplanState, load_state, save_state
 from cornplug.planner.report import plan_folder
-from cornplug.private_paths import write_text_atomically
-
-DAY_S: Final = 86_400
-SLOT_S: Final = 900
-"""Length of a slot in seconds. The rates of all windows in a slot are averaged."""
-NEWEST_DAY_WEIGHT: Final = 0.5
-"""Weight of the newest day in a slot's usual rate."""
-LEVEL_LIMITS: Final = (0.5, 2.0)
-"""Limits of the ratio between today's rate and the usual rate. The ratio of an unusual day does not predict
-its next hours."""
-
-
-class SavedSnapshot(PlanRecord):
-    at_s: float
-    values: list[tuple[str, list[tuple[str, str]], float]]
-
-    @property
-    def snapshot(self) -> MetricsSnapshot:
-        return MetricsSnapshot(self.at_s, {(name, tuple(labels)): v for name, labels, v in self.values})
-
-
-class ReplanState(PlanRecord):
-    format: Literal[1] = 1
-    plan: str = ""
-    """SHA-256 of the running plan.json, to which the other fields belong."""
-    snapshots: dict[str, SavedSnapshot] = Field(default_factory=dict)
-    wanted: list[str] = Field(default_factory=list)
-    """Signature of the change that the last window requires, or [] if it requires no change."""
-    times: dict[str, float] = Field(default_factory=dict)
-    """Ratio of observed to planned mean time in the last window, by group and phase."""
-    corrections: list[TimesCorrection] | None = None
-    """Corrections of profiles' times that currently apply, or None if the plan's own corrections apply."""
-    explained: dict[str, float] = Field(default_factory=dict)
-    """Ratios as in `times`, in the windows from which the corrections were determined."""
-    history: dict[str, DailyRates] = Field(default_factory=dict)
-    """Rates by the time of day, by request class. The rates are kept when the plan changes."""
-
-
-def load(path: Path, plan: str) -> ReplanState:
-    """Read the state for a plan, or return a new state if the file does not exist or belongs to another plan
-    (then with the `history` of the file).
-
-    `plan` is the SHA-256 of the plan.json. Raises ConfigError if the file is not a valid state.
-    """
-    try:
-        state = ReplanState.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return ReplanState(plan=plan)
-    except (OSError, ValidationError) as e:
-        raise ConfigError(
-            f"--state {path}",
-            f"is not a state file of `cornplug replan` ({e})",
-            "Remove it, or use another file.",
-        ) from e
-    return state if state.plan == plan else ReplanState(plan=plan, history=state.history)
-
-
-def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot]) -> None:
-    """Write the state with the newest snapshots.
-
-    The file is replaced atomically, so that an interrupted run leaves the old state.
-    """
-    stored = {
-        source: SavedSnapshot(
-            at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]
-        )
-        for source, s in snapshots.items()
-    }
-    state = state.model_copy(update={"snapshots": stored})
-    write_text_atomically(path, state.model_dump_json() + "\n")
-
-
-class SlotMean(PlanRecord):
-    total: float = 0.0
-    windows: int = 0
-
-    def add_rate(self, rate: float) -> SlotMean:
-        return SlotMean(total=self.total + rate, windows=self.windows + 1)
-
-
-class DailyRates(PlanRecord):
-    """Rates of one request class by the time of day."""
-
-    usual: dict[int, float] = Field(default_factory=dict)
-    """Usual requests per second on earlier days, by slot of the day (UTC)."""
-    day: int = 0
-    """Day to which `today` belongs, in days since 1970."""
-    today: dict[int, SlotMean] = Field(default_factory=dict)
-
-    def add_window(self, rate: float, at_s: float) -> DailyRates:
-        """Return the rates after a window with this rate. On a new day, the last day is added to the usual
-        rates."""
-        day, slot = _slot(at_s)
-        kept = self if day == self.day else DailyRates(usual=self._merge_today(), day=day)
-        today = {**kept.today, slot: kept.today.get(slot, SlotMean()).add_rate(rate)}
-        return kept.model_copy(update={"today": today})
-
-    def expected_rate(self, rate: float, at_s: float, ahead_s: float) -> float | None:
-        """Return the highest rate to expect within `ahead_s` seconds, given the current `rate`.
-
-        Returns None if there are no rates of earlier days.
-        """
-        _, slot = _slot(at_s)
-        now = self.usual.get(slot)
-        slots = [_slot(at_s + s)[1] for s in range(SLOT_S, int(ahead_s) + SLOT_S, SLOT_S)]
-        known = [self.usual[s] for s in slots if s in self.usual]
-        if not now or not known:
-            return None
-        least, most = LEVEL_LIMITS
-        return max(known) * min(max(rate / now, least), most)
-
-    def _merge_today(self) -> dict[int, float]:
-        usual = dict(self.usual)
-        for slot, mean in self.today.items():
-            rate = mean.total / mean.windows
-            usual[slot] = NEWEST_DAY_WEIGHT * rate + (1 - NEWEST_DAY_WEIGHT) * usual.get(slot, rate)
-        return usual
-
-
-def _slot(at_s: float) -> tuple[int, int]:
-    day, second = divmod(int(at_s), DAY_S)
-    return day, second // SLOT_S
-
+from cornplug.planner.workload_update import FigureDifference
 
 CHANGE_STATUS: Final = 3
 """Exit status if a change is recommended."""
 NO_CHANGE: Final = ReplanDecision(
     False, "the load is the load for which the running plan was made", (), 0.0, 0.0
 )
-RATE_FIGURES: Final = ("rate", calibration.EXPECTED_RATE)
+RATE_FIGURES: Final = ("rate", workload_update.EXPECTED_RATE)
 _WINDOW_S: Final = 60.0
 _AHEAD_S: Final = 1800.0
 _STALE_WINDOWS: Final = 10
@@ -188,11 +62,11 @@ def main(argv: list[str]) -> int:
     known = hashlib.sha256(args.plan.read_bytes()).hexdigest()
     sources = [_source(text, old) for text in args.metrics]
     state_path = args.state or args.plan.with_name(f"{args.plan.stem}-state.json")
-    state = load(state_path, known)
+    state = load_state(state_path, known)
     last = {name: stored.snapshot for name, stored in state.snapshots.items()}
     before, after = _snapshots([address for _, address in sources], last, args.window)
     if before is None:
-        save(state_path, state.model_copy(update={"wanted": [], "times": {}}), after)
+        save_state(state_path, state.model_copy(update={"wanted": [], "times": {}}), after)
         print("Saved the first snapshot. Run again when there are newer metrics.")
         return 0
     wanted, state = tuple(state.wanted), state.model_copy(update={"wanted": []})
@@ -208,18 +82,18 @@ def main(argv: list[str]) -> int:
     )
     planned_for = _digest(digest, differences, corrections)
     if planned_for == old.input_digest:
-        save(state_path, state, after)
+        save_state(state_path, state, after)
         return _print_verdict(args, old, old, told, NO_CHANGE, confirmed=False)
     try:
         decision = _compute_decision(seen, planned_for, corrections, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
-        save(state_path, state, after)
+        save_state(state_path, state, after)
         return plan_command.report_no_plan("replan", e)
     same_work = all(d.what in RATE_FIGURES for d in differences) and corrections == old.corrections
     verdict = decide_change(old, decision, change, only_rates_differ=same_work)
     agreed = verdict.change_recommended and verdict.signature == wanted
     state = state.model_copy(update={"wanted": list(verdict.signature)})
-    save(state_path, state, after)
+    save_state(state_path, state, after)
     if agreed and args.output is not None:
         plan_folder.write(with_start_times(old, decision.plan, time.time()), args.output)
     return _print_verdict(args, old, decision.plan, told, verdict, confirmed=agreed)
@@ -236,15 +110,15 @@ def _update_load(
     """Return the state with this window's rates, the applications with the observed load, and the
     differences."""
     given = plan_input.applications
-    applications, differences = calibration.update_applications(given, old, windows)
-    rates = calibration.observed_rates(given, old, windows)
+    applications, differences = workload_update.update_applications(given, old, windows)
+    rates = workload_update.observed_rates(given, old, windows)
     history = dict(state.history)
     soon = {}
     for name, rate in rates.items():
         history[name] = history.get(name, DailyRates()).add_window(rate, at_s)
         if ahead_s and (expected := history[name].expected_rate(rate, at_s, ahead_s)) is not None:
             soon[name] = expected
-    applications, sooner = calibration.apply_expected_rates(applications, soon)
+    applications, sooner = workload_update.apply_expected_rates(applications, soon)
     return state.model_copy(update={"history": history}), applications, [*differences, *sooner]
 
 

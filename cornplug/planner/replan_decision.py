@@ -37,6 +37,9 @@ TASK_OF_PHASE: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
 DEVIATION_RATIO: Final = 1.2
 """Ratio of observed to planned time, or its inverse, at which times are corrected."""
 NEUTRAL_TOLERANCE: Final = 0.05
+MIN_WEIGHT_CHANGE = 0.05
+"""Change of a routing weight above which it is reported."""
+Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class SlowEngines:
     @property
     def text(self) -> str:
         engines = self.scope or "the plan's engines"
-        times = f"{formatting.seconds(self.observed_s)}, but {formatting.seconds(self.planned_s)} was planned"
+        planned = formatting.format_seconds(self.planned_s)
+        times = f"{formatting.format_seconds(self.observed_s)}, but {planned} was planned"
         return (
             f"The mean TTFT of {engines} is {times}. The load is not above the planned load. The profiles "
             "do not match these engines. Measure them with `cornplug profile` and plan again."
@@ -76,7 +80,7 @@ class ObservedTime:
 
 
 def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[SlowEngines]:
-    """Yield the scopes whose engines are `SLOW_RATIO` than in the plan's simulation.
+    """Yield the scopes whose mean TTFT exceeds the simulated TTFT by more than the factor `SLOW_RATIO`.
 
     The plan's TTFT also includes encoding in another service, so the comparison may miss slow engines.
     """
@@ -135,7 +139,7 @@ def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: Histogra
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
     """Return a scope's mean time in the plan's simulation, or None if a class has no simulated time."""
     rates = observed_load.planned_rates(plan, scope)
-    forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
+    forecasts = {f.class_name: f for f in plan.latency_forecasts}
     total = 0.0
     for name, rate in rates.items():
         times = forecasts[name].ttft if phase == "prefill" else forecasts[name].tpot
@@ -147,7 +151,7 @@ def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
 
 def _encoded_elsewhere(plan: Plan, scope: str) -> bool:
     inside = observed_load.scopes(plan)[scope]
-    routes = [r for r in plan.routes if observed_load.class_of(r) in inside]
+    routes = [r for r in plan.routes if r.class_name in inside]
     return any(stage.tasks == "E" for r in routes for stage in r.stages)
 
 
@@ -157,7 +161,7 @@ def _young(group: PlannedGroup, now: float, min_age_s: float) -> bool:
 
 def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
     """Return a window's ratios of observed to planned times, which the next window needs."""
-    return {_name(one): one.ratio for one in observed}
+    return {_time_key(one): one.ratio for one in observed}
 
 
 def times_to_correct(
@@ -173,7 +177,7 @@ def times_to_correct(
     corrections.
     """
     for one in observed:
-        name, usual = _name(one), explained.get(_name(one), 1.0)
+        name, usual = _time_key(one), explained.get(_time_key(one), 1.0)
         side = _deviation_sign(one.ratio / usual)
         if side and side == _deviation_sign(last.get(name, usual) / usual):
             return list(observed)
@@ -192,23 +196,18 @@ def _deviation_sign(ratio: float) -> int:
     return (ratio >= DEVIATION_RATIO) - (ratio <= 1 / DEVIATION_RATIO)
 
 
-def _name(observed: ObservedTime) -> str:
+def _time_key(observed: ObservedTime) -> str:
     return f"{observed.group} {observed.phase}"
 
 
 def correction_text(correction: TimesCorrection) -> str:
     weights = "" if correction.quantisation == "none" else f", {correction.quantisation}"
-    shape = formatting.shape(correction.parallelism, correction.share)
+    shape = formatting.format_shape(correction.parallelism, correction.share)
     where = f"{correction.service} ({correction.engine} {shape}{weights}) on {correction.gpu}"
     return (
         f"Corrected from metrics: {where} takes {correction.prefill:.2g} x the profile's time for prefill "
         f"and {correction.decode:.2g} x for decode."
     )
-
-
-MIN_WEIGHT_CHANGE = 0.05
-"""Change of a routing weight above which it is reported."""
-Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
 
 @dataclass(frozen=True)
@@ -244,10 +243,9 @@ def decide_change(
     over = overloaded_groups(old, decision, only_rates_differ=only_rates_differ)
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
-        limit = formatting.percent(decision.pool.limits.max_utilisation)
-        reason = (
-            f"the utilisation of {name} would be {formatting.percent(load)}, but at most {limit} is allowed"
-        )
+        limit = formatting.format_percent(decision.pool.limits.max_utilisation)
+        utilisation = formatting.format_percent(load)
+        reason = f"the utilisation of {name} would be {utilisation}, but at most {limit} is allowed"
         return ReplanDecision(
             bool(steps), reason if steps else f"{reason}, and no step reduces it", steps, saves, cost
         )
@@ -291,7 +289,7 @@ def _load(g: PlannedGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
     planned: dict[str, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
     for r in old.routes:
-        name = f"{r.app}/{r.request}"
+        name = r.class_name
         totals[name] += r.rate
         planned[name] += r.rate * max((s.groups.get(g.name, 0.0) for s in r.stages), default=0.0)
     before = after = 0.0
@@ -391,7 +389,7 @@ def _group_key_text(g: PlannedGroup) -> str:
 
 def _describe_replica(g: PlannedGroup) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
-    shape = formatting.shape(g.parallelism, g.share)
+    shape = formatting.format_shape(g.parallelism, g.share)
     return f"{g.service} ({g.engine} {shape}{weights}) on {_describe_gpu(g)}"
 
 
@@ -435,7 +433,7 @@ def _weights(plan: Plan) -> dict[str, dict[str, float]]:
     rates: dict[str, float] = defaultdict(float)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for r in plan.routes:
-        name = f"{r.app}/{r.request}"
+        name = r.class_name
         rates[name] += r.rate
         for stage in r.stages:
             for group, weight in stage.groups.items():

@@ -32,6 +32,10 @@ EPOCHS: Final[Mapping[str, int]] = {}
 `model_type`. A number other than 0 is part of the key, so that servers before and after the change do not
 share."""
 
+_SALT_MARK: Final = "\x00"
+"""First character of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely
+to begin with this character."""
+
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
     """Return the families for which the installed SGLang shares image embeddings in this dtype.
@@ -81,11 +85,6 @@ def bind_arguments(
     bound = _signature(target).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-_SALT_MARK: Final = "\x00"
-"""First character of every salt that differs from the request's `cache_salt`. A client's own salt is unlikely
-to begin with this character."""
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:

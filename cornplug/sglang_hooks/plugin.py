@@ -8,7 +8,7 @@ servers run as stock SGLang regardless of the flags.
 SGLang catches a plugin's exceptions, and only logs hooks that it could not apply. Only the hooks that a
 server needs are installed, because a hook that is not installed cannot break the server. Hooks are grouped
 into parts. The main process selects the parts from SGLang's resolved settings, and passes the parts' names to
-its child processes (`activation.need`).
+its child processes (`activation.publish_parts`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Final
 
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE

@@ -41,7 +41,7 @@ import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.engine_common.model_identity import declares_quantisation
 from cornplug.engine_common.weights_guard import find_difference
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
@@ -53,6 +53,16 @@ from cornplug.sglang_hooks.model.weight_updates import changes_model, discards_w
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner"
 _DISK_CALL: Final = "update_weights_from_disk"
 _trained: Final[set[bool]] = set()
+
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FLUSHES: Final = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"
+_HOOKED_CALLS: Final = (
+    "begin_weight_update",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
 
 
 def _on_weights_loaded(_result: Any, runner: Any) -> None:
@@ -135,7 +145,7 @@ def _server_exclusion(manager: Any) -> str:
             settings.dp_size, settings.pp_size, settings.nnodes
         )
         > 1,
-        "quantised weights": settings.quantization or declares_quantization(model.hf_config),
+        "quantised weights": settings.quantization or declares_quantisation(model.hf_config),
         "the server has a draft model, whose weights are replaced too": manager.draft_worker is not None,
         "the server has encoders, which keep their weights": settings.language_only
         or settings.encoder_urls
@@ -179,7 +189,7 @@ def _drop_derived_state() -> None:
 
 
 def _vote_disk_update(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
-    """Let the ranks vote on the update.
+    """Let the ranks vote on whether all of them loaded the weights of the folder `path`.
 
     The first rank publishes the new folder if all votes are yes. Otherwise every rank ends sharing.
     """
@@ -259,7 +269,7 @@ def _wrap_weight_change(original: Callable[..., Any], manager: Any, recv_req: An
 
 
 def _wrap_session_end(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Wrap the call that ends a session."""
+    """Wrap the call that ends a trainer's weight update session."""
     update = _rank.update
     if update is None or not trusts_versions():
         return original(manager, recv_req)
@@ -396,16 +406,6 @@ def _before_release(_self: Any, recv_req: Any) -> None:
     if discards_weights(recv_req):
         _rank.update = None
 
-
-_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
-_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_FLUSHES: Final = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"
-_HOOKED_CALLS: Final = (
-    "begin_weight_update",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
 
 TRAINER_HOOKS: tuple[Hook, ...] = (
     *(Hook(f"{_UPDATER}.{name}", "around", _wrap_weight_change) for name in _HOOKED_CALLS),

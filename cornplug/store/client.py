@@ -86,7 +86,7 @@ class TableEntry:
     def confirm(self) -> bool:
         if not self.table.is_unchanged(self.record):
             return False
-        self.notes.note_hit(self.record.number)
+        self.notes.record_hit(self.record.number)
         return True
 
 
@@ -101,7 +101,7 @@ def find_in_table(
         return LookupMiss.UNKNOWN
     number = table.find_record(key)
     if number == 0:
-        notes.note_miss()
+        notes.record_miss()
         return LookupMiss.ABSENT
     record = table.read_record(number)
     if record is None or record.offset + record.size > arena.capacity_bytes:
@@ -194,17 +194,17 @@ class PoolStore(Store):
         if UNLISTED in mask:
             mask = self._query_unlisted(mask, keys, deadline_s)
         if connection.notes is not None:
-            connection.notes.note_lookup(mask.count(PRESENT), mask.count(ABSENT))
+            connection.notes.record_lookup(mask.count(PRESENT), mask.count(ABSENT))
         return mask
 
     def _query_unlisted(self, mask: bytes, keys: Sequence[bytes], deadline_s: float) -> bytes:
         """Complete the mask with the daemon's reply for keys that the table does not list."""
-        answers = bytearray(mask)
-        unlisted = [i for i, answer in enumerate(mask) if answer == UNLISTED]
+        presence = bytearray(mask)
+        unlisted = [i for i, state in enumerate(mask) if state == UNLISTED]
         told = self.contains_by_message([keys[i] for i in unlisted], deadline_s=deadline_s)
-        for i, answer in zip(unlisted, told, strict=True):
-            answers[i] = answer
-        return bytes(answers)
+        for i, state in zip(unlisted, told, strict=True):
+            presence[i] = state
+        return bytes(presence)
 
     @property
     def has_disk(self) -> bool:

@@ -42,6 +42,11 @@ _log = logging.getLogger("cornplug.store")
 _LAST_NUMBER: Final = (1 << 32) - 1
 
 R = TypeVar("R", bound=messages.Reply)
+_REMEDIES: Final = {
+    "secret": "Use the same secret file for all clients of a store, or another store.socket.",
+    "version": "Stop the old store (it ends when it is idle), or use another store.socket.",
+}
+_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -236,8 +241,8 @@ class DaemonConnection:
             pass
         except OSError as e:
             raise self._disconnect(e) from e
-        while (answer := self._next_reply()) is not None:
-            number, body = answer
+        while (numbered_body := self._next_reply()) is not None:
+            number, body = numbered_body
             if number == 0:
                 _log.warning("the store rejected a request: %s", self._decode_reply(body))
                 continue
@@ -264,7 +269,7 @@ class DaemonConnection:
         if isinstance(reply, messages.LeaseReply):
             tokens = [reply.token]
         elif isinstance(reply, messages.ReserveReply):
-            tokens = [each.token for each in reply.answers if isinstance(each, Reservation)]
+            tokens = [each.token for each in reply.results if isinstance(each, Reservation)]
         self._queue_release(tokens)
 
     def _queue_release(self, tokens: Sequence[int]) -> None:
@@ -367,15 +372,6 @@ class DaemonConnection:
 def disconnected_error(why: OSError) -> StoreUnavailable:
     """Return the error for a connection that has ended."""
     return StoreUnavailable(f"the connection to the store ended: {why}", reason="store_down")
-
-
-_REMEDIES: Final = {
-    "secret": "Use the same secret file for all clients of a store, or another store.socket.",
-    "version": "Stop the old store (it ends when it is idle), or use another store.socket.",
-}
-
-
-_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class CircuitBreaker:

@@ -42,6 +42,20 @@ cores."""
 
 _log = logging.getLogger("cornplug.store")
 _open_links: weakref.WeakSet[DaemonLink] = weakref.WeakSet()
+IDLE_EXIT_S: Final = 600.0
+_SPAWN_TIMEOUT_S: Final = 20.0
+"""Time limit in seconds for the process that starts the daemon. That process returns when the daemon's
+interpreter has started, which is before the daemon accepts clients."""
+LOG_BYTES: Final = 1 << 20
+"""Size beyond which the log of an auto-started daemon is emptied."""
+# The daemon's module is run directly. It starts in a third of the time that cornplug's command line takes,
+# and a broken optional package cannot prevent its start. cornplug's folder is last on the module search path,
+# and the engine's folder is not on it, so that a user's secrets.py does not replace the standard library's
+# module.
+_START_PROGRAM: Final = (
+    "import json, sys; sys.path.append(sys.argv.pop(1)); "
+    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
+)
 
 
 class DaemonLink:
@@ -245,9 +259,9 @@ class PostedReserve(PostedRequest[list[Reservation | ReserveRefusal]]):
     def _add_reply(self, reply: messages.ReserveReply) -> bool:
         """Add a reply to the result and return whether the result is complete. If not, request the remaining
         entries."""
-        if not reply.answers and self._entries:
+        if not reply.results and self._entries:
             raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
-        self._results_so_far += reply.answers
+        self._results_so_far += reply.results
         if len(self._results_so_far) >= len(self._entries):
             return True
         self._send_next()
@@ -291,23 +305,6 @@ class PostedCommit(PostedRequest[list[bool]]):
         for asked in self._pending:
             self._done += self._connection.wait_reply(asked, messages.CommitReply, self._end_s).done
         return self._done
-
-
-IDLE_EXIT_S: Final = 600.0
-_SPAWN_TIMEOUT_S: Final = 20.0
-"""Time limit in seconds for the process that starts the daemon. That process returns when the daemon's
-interpreter has started, which is before the daemon accepts clients."""
-LOG_BYTES: Final = 1 << 20
-"""Size beyond which the log of an auto-started daemon is emptied."""
-
-# The daemon's module is run directly. It starts in a third of the time that cornplug's command line takes,
-# and a broken optional package cannot prevent its start. cornplug's folder is last on the module search path,
-# and the engine's folder is not on it, so that a user's secrets.py does not replace the standard library's
-# module.
-_START_PROGRAM: Final = (
-    "import json, sys; sys.path.append(sys.argv.pop(1)); "
-    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
-)
 
 
 @contextlib.contextmanager

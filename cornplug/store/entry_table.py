@@ -286,7 +286,10 @@ class NotedReads:
 
 
 class UseNotes:
-    """The daemon's side of the notes. Raises OSError if there is no memory for the pages."""
+    """Memory in which clients note their reads, as seen by the daemon. Each client has its own page.
+
+    Raises OSError if there is no memory for the pages.
+    """
 
     def __init__(self) -> None:
         self.fd, mapped = create_sealed_memory(
@@ -338,7 +341,7 @@ class UseNotes:
 
 
 class ClientNotes:
-    """A client's side of the notes: the client's page. Thread-safe."""
+    """Page in which one client notes its reads for the daemon. Thread-safe."""
 
     def __init__(self, fd: int, page: int) -> None:
         """Map the page. Raises OSError or ValueError if it does not exist."""
@@ -348,20 +351,20 @@ class ClientNotes:
         self._ring = memory.cast("I")[_RING_OFFSET:]
         self._lock = threading.Lock()
 
-    def note_hit(self, record: int) -> None:
-        """Count a read, and note the table record of the entry that was read."""
+    def record_hit(self, record: int) -> None:
+        """Count a read, and note the record number of the entry that was read."""
         with self._lock:
             words = self._words
             self._ring[words[_NOTED] % RING_NOTES] = record
             words[_NOTED] = (words[_NOTED] + 1) & _WORD_MASK
             words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
 
-    def note_miss(self) -> None:
+    def record_miss(self) -> None:
         """Count an attempt to read an absent entry."""
         with self._lock:
             self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
 
-    def note_lookup(self, found: int, absent: int) -> None:
+    def record_lookup(self, found: int, absent: int) -> None:
         """Count the keys that a lookup in the table found, and the keys that were absent."""
         with self._lock:
             halves = self._halves

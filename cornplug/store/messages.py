@@ -49,6 +49,13 @@ BUSY_POLL_S: Final = 150e-6
 """Time that the daemon polls for the next request before it sleeps, in seconds. Waking a sleeping core takes
 longer than any reply, and a client that has reserved memory commits soon."""
 NUMBER: Final = struct.Struct("<I")
+MAX_META_BYTES: Final = 1 << 20
+"""Maximum size of a header in bytes. A header with checksums of 65535 segments has half of this size."""
+MAX_TTL_S: Final = 3600.0
+MAX_APP_BYTES: Final = 256
+MAX_COST_S: Final = 3600.0
+MAX_PARTS: Final = 1024
+"""Maximum number of writers of one entry."""
 
 
 class ClientHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -144,7 +151,7 @@ class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """Results for the first keys of the request, at least one. The reply is truncated if finding memory takes
     long."""
 
-    answers: list[Reservation | str]
+    results: list[Reservation | str]
     """Reservation for each key, or the value of a `ReserveRefusal`."""
 
 
@@ -272,15 +279,6 @@ def take_frame(buffer: bytearray) -> bytes | None:
     Raises ProtocolError if the length is out of bounds.
     """
     return local_socket.pop_frame(buffer, limit=MAX_FRAME_BYTES)
-
-
-MAX_META_BYTES: Final = 1 << 20
-"""Maximum size of a header in bytes. A header with checksums of 65535 segments has half of this size."""
-MAX_TTL_S: Final = 3600.0
-MAX_APP_BYTES: Final = 256
-MAX_COST_S: Final = 3600.0
-MAX_PARTS: Final = 1024
-"""Maximum number of writers of one entry."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

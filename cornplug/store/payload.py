@@ -120,8 +120,8 @@ def reserve_with_retry(
     Raises the same errors as `Store.reserve`.
     """
     end_s = time.monotonic() + deadline_s
-    answers = store.reserve(entries, terms, deadline_s=deadline_s)
-    while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
+    results = store.reserve(entries, terms, deadline_s=deadline_s)
+    while growing := [i for i, result in enumerate(results) if result is ReserveRefusal.GROWING]:
         left_s = end_s - time.monotonic() - _GROW_RETRY_S
         if left_s <= 0:
             break
@@ -129,9 +129,9 @@ def reserve_with_retry(
         # Reservations so far are valid even if a retry fails.
         with contextlib.suppress(StoreUnavailable):
             again = store.reserve([entries[i] for i in growing], terms, deadline_s=left_s)
-            for i, answer in zip(growing, again, strict=True):
-                answers[i] = answer
-    return answers
+            for i, result in zip(growing, again, strict=True):
+                results[i] = result
+    return results
 
 
 def copy_checksummed(
@@ -272,21 +272,21 @@ def put_payload(
     source, segments = memoryview(payload.data).cast("B"), payload.segments
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve_with_retry(
+    reservation = reserve_with_retry(
         store, [(payload.key, source.nbytes)], ReserveTerms(app, cost_s=cost_s), deadline_s=deadline_s
     )[0]
-    if isinstance(answer, ReserveRefusal):
-        return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
+    if isinstance(reservation, ReserveRefusal):
+        return cast(Outcome, reservation.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:
-        on_error.callback(_release_reservation, store, answer, deadline_s)
-        target = store.view(answer.location, writable=True)
+        on_error.callback(_release_reservation, store, reservation, deadline_s)
+        target = store.view(reservation.location, writable=True)
         checksums = copy_checksummed(target, source, segments, checksum_of="source")
         header = codec.PayloadHeader(
             payload.kind, payload.key, payload.dtype, tuple(payload.shape), checksums
         )
         meta = codec.encode_header(header)
         on_error.pop_all()
-    return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"
+    return "stored" if store.commit([(reservation, meta)], deadline_s=deadline_s)[0] else "lost"
 
 
 def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | LookupMiss:

@@ -55,8 +55,8 @@ class FaultyStore(Store):
         if self.full:
             return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
-        answers = self.inner.reserve(there, terms, deadline_s=deadline_s)
-        return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
+        results = self.inner.reserve(there, terms, deadline_s=deadline_s)
+        return results + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         self._inject_fault("commit", deadline_s)

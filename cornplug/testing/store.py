@@ -67,15 +67,15 @@ class OnlySeenContract:
 
     def test_key_twice_in_batch_counts_twice(self, store: Store) -> None:
         entries = [(key_of("a"), 64), (key_of("a"), 64)]
-        answers = store.reserve(entries, ReserveTerms("test", only_seen=True), deadline_s=DEADLINE_S)
-        assert answers[0] is ReserveRefusal.FIRST_SIGHT
-        assert isinstance(answers[1], Reservation)
+        results = store.reserve(entries, ReserveTerms("test", only_seen=True), deadline_s=DEADLINE_S)
+        assert results[0] is ReserveRefusal.FIRST_SIGHT
+        assert isinstance(results[1], Reservation)
 
     def test_other_calls_do_not_count_as_seen(self, store: Store) -> None:
         assert contains(store, "a") == b"\0"
-        room = reserve(store, "a", 64)
-        assert isinstance(room, Reservation)
-        store.release([room.token], deadline_s=DEADLINE_S)
+        reservation = reserve(store, "a", 64)
+        assert isinstance(reservation, Reservation)
+        store.release([reservation.token], deadline_s=DEADLINE_S)
         assert reserve_if_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
 
     def test_stored_key_is_reported_present(self, store: Store) -> None:
@@ -86,18 +86,18 @@ class OnlySeenContract:
 
     def test_deleted_key_is_still_seen(self, store: Store) -> None:
         assert reserve_if_seen(store, "a") is ReserveRefusal.FIRST_SIGHT
-        room = reserve_if_seen(store, "a")
-        assert isinstance(room, Reservation)
-        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
+        reservation = reserve_if_seen(store, "a")
+        assert isinstance(reservation, Reservation)
+        assert store.commit([(reservation, b"")], deadline_s=DEADLINE_S) == [True]
         assert store.delete([key_of("a")], deadline_s=DEADLINE_S) == 1
         assert isinstance(reserve_if_seen(store, "a"), Reservation)
 
     @pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 1, 1, 0), (1, 0, 0, 1)])
     def test_parts_of_one_group_count_once(self, store: Store, other: Store, order: tuple[int, ...]) -> None:
         ranks = store, other
-        answers = [reserve_if_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)) for i in order]
-        assert answers[:2] == [ReserveRefusal.FIRST_SIGHT] * 2
-        assert all(isinstance(answer, Reservation) for answer in answers[2:])
+        results = [reserve_if_seen(ranks[i], "a", 128, WriterPart(_GROUP, i, 2)) for i in order]
+        assert results[:2] == [ReserveRefusal.FIRST_SIGHT] * 2
+        assert all(isinstance(result, Reservation) for result in results[2:])
 
     def test_other_writer_makes_part_seen(self, stage: StoreStage) -> None:
         ranks = [stage.connect(), stage.connect()]
@@ -129,12 +129,12 @@ class StoreContract(WritingContract, OnlySeenContract):
         return self.capacity_bytes // 4
 
     def test_store_entry_before_commit_is_invisible(self, store: Store, other: Store) -> None:
-        room = reserve(store, "a", 100)
-        assert isinstance(room, Reservation)
+        reservation = reserve(store, "a", 100)
+        assert isinstance(reservation, Reservation)
         assert contains(other, "a") == b"\0"
         assert lease(other, "a") is None
-        store.view(room.location, writable=True)[:] = b"x" * 100
-        assert store.commit([(room, b"m")], deadline_s=DEADLINE_S) == [True]
+        store.view(reservation.location, writable=True)[:] = b"x" * 100
+        assert store.commit([(reservation, b"m")], deadline_s=DEADLINE_S) == [True]
         assert contains(other, "a") == b"\1"
 
     def test_store_entry_reads_equal_in_another_client(self, store: Store, other: Store) -> None:
@@ -164,25 +164,25 @@ class StoreContract(WritingContract, OnlySeenContract):
         assert bytes(store.view(held.location)) == b""
 
     def test_store_second_writer_is_refused(self, store: Store, other: Store) -> None:
-        room = reserve(store, "a", 10)
-        assert isinstance(room, Reservation)
+        reservation = reserve(store, "a", 10)
+        assert isinstance(reservation, Reservation)
         assert reserve(other, "a", 10) is ReserveRefusal.PENDING
         assert reserve(store, "a", 10) is ReserveRefusal.PENDING
-        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
+        assert store.commit([(reservation, b"")], deadline_s=DEADLINE_S) == [True]
         assert reserve(other, "a", 10) is ReserveRefusal.PRESENT
 
     def test_store_reserve_one_key_twice_is_pending(self, store: Store) -> None:
-        answers = store.reserve(
+        results = store.reserve(
             [(key_of("a"), 8), (key_of("a"), 8)], ReserveTerms("test"), deadline_s=DEADLINE_S
         )
-        assert isinstance(answers[0], Reservation)
-        assert answers[1] is ReserveRefusal.PENDING
+        assert isinstance(results[0], Reservation)
+        assert results[1] is ReserveRefusal.PENDING
 
     def test_store_reservation_commits_once_for_its_owner_only(self, store: Store, other: Store) -> None:
-        room = reserve(store, "a", 10)
-        assert isinstance(room, Reservation)
-        assert other.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
-        assert store.commit([(room, b""), (room, b"")], deadline_s=DEADLINE_S) == [True, False]
+        reservation = reserve(store, "a", 10)
+        assert isinstance(reservation, Reservation)
+        assert other.commit([(reservation, b"")], deadline_s=DEADLINE_S) == [False]
+        assert store.commit([(reservation, b""), (reservation, b"")], deadline_s=DEADLINE_S) == [True, False]
 
     def test_store_unknown_tokens_are_ignored(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)

@@ -84,10 +84,10 @@ def write_part(
 
 def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
     """Reserve, write and commit one entry with meta b"meta". Fails the test if the store refuses it."""
-    room = reserve(store, name, len(payload), app)
-    assert isinstance(room, Reservation), room
-    store.view(room.location, writable=True)[:] = payload
-    assert store.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+    reservation = reserve(store, name, len(payload), app)
+    assert isinstance(reservation, Reservation), reservation
+    store.view(reservation.location, writable=True)[:] = payload
+    assert store.commit([(reservation, b"meta")], deadline_s=DEADLINE_S) == [True]
 
 
 def lease(store: Store, name: object, ttl_s: float = 60.0) -> Lease | None:
@@ -118,10 +118,10 @@ class WritingContract:
 
     def test_store_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
         """The memory is not reused immediately, because another process of the owner may still be writing."""
-        room = reserve(store, "a", self.capacity_bytes)
-        assert isinstance(room, Reservation)
-        store.release([room.token], deadline_s=DEADLINE_S)
-        assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
+        reservation = reserve(store, "a", self.capacity_bytes)
+        assert isinstance(reservation, Reservation)
+        store.release([reservation.token], deadline_s=DEADLINE_S)
+        assert store.commit([(reservation, b"")], deadline_s=DEADLINE_S) == [False]
         assert reserve(store, "b", self.capacity_bytes) is ReserveRefusal.FULL
         stage.advance(stage.quarantine_s + 0.1)
         assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
@@ -130,20 +130,20 @@ class WritingContract:
     def test_store_late_writer_damages_no_entry(self, stage: StoreStage, store: Store, how: str) -> None:
         """A worker process writes late to memory that the scheduler's process reserved."""
         size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
-        room = reserve(scheduler, "a", size)
-        assert isinstance(room, Reservation)
-        worker.view(room.location, writable=True)[:8] = b"in time!"
+        reservation = reserve(scheduler, "a", size)
+        assert isinstance(reservation, Reservation)
+        worker.view(reservation.location, writable=True)[:8] = b"in time!"
         if how == "committed":
-            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [True]
+            assert scheduler.commit([(reservation, b"meta")], deadline_s=DEADLINE_S) == [True]
             assert store.delete([key_of("a")], deadline_s=DEADLINE_S) == 1
         elif how == "released":
-            scheduler.release([room.token], deadline_s=DEADLINE_S)
+            scheduler.release([reservation.token], deadline_s=DEADLINE_S)
             assert scheduler.stat(deadline_s=DEADLINE_S).reservations == 0
             stage.advance(stage.quarantine_s + 0.1)
         elif how == "expired":
             stage.advance(stage.reservation_s + 0.1)
             store.lease([key_of("a")], ttl_s=1, deadline_s=DEADLINE_S)
-            assert scheduler.commit([(room, b"meta")], deadline_s=DEADLINE_S) == [False]
+            assert scheduler.commit([(reservation, b"meta")], deadline_s=DEADLINE_S) == [False]
         else:
             scheduler.close()
             stage.advance(0.1)
@@ -151,7 +151,7 @@ class WritingContract:
             stage.advance(stage.quarantine_s + 0.1)
         fill(store, "b", b"x" * size)
         with pytest.raises(StoreUnavailable) as e:
-            worker.view(room.location, writable=True)
+            worker.view(reservation.location, writable=True)
         assert e.value.reason == "stale_location"
         held = lease(store, "b")
         assert held is not None
@@ -173,34 +173,34 @@ class WritingContract:
     ) -> None:
         """The key that a stopped or hung client reserved must become available, but the memory must not be
         reused while the client may still write."""
-        room = reserve(store, "a", self.capacity_bytes)
-        assert isinstance(room, Reservation)
+        reservation = reserve(store, "a", self.capacity_bytes)
+        assert isinstance(reservation, Reservation)
         assert reserve(other, "a", 64) is ReserveRefusal.PENDING
         stage.advance(stage.reservation_s + 0.1)
         assert reserve(other, "a", 64) is ReserveRefusal.FULL
         assert other.stat(deadline_s=DEADLINE_S).reservations == 0
-        assert store.commit([(room, b"late")], deadline_s=DEADLINE_S) == [False]
+        assert store.commit([(reservation, b"late")], deadline_s=DEADLINE_S) == [False]
         assert contains(other, "a") == b"\0"
         assert isinstance(reserve(other, "a", self.capacity_bytes), Reservation)
 
     def test_store_reclaims_silent_writer_memory(self, stage: StoreStage, store: Store, other: Store) -> None:
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
-        for passed_s, answer in ((stage.reservation_s, False), (stage.reclaim_s, True)):
+        for passed_s, is_reserved in ((stage.reservation_s, False), (stage.reclaim_s, True)):
             stage.advance(passed_s + 0.1)
             contains(other, "a")
-            assert isinstance(reserve(other, "b", self.capacity_bytes), Reservation) == answer
+            assert isinstance(reserve(other, "b", self.capacity_bytes), Reservation) == is_reserved
 
     def test_store_parts_equal_one_writers_entry(self, store: Store, other: Store) -> None:
         payload = bytes(range(256)) * 16
-        rooms = [reserve_part(each, "a", len(payload), i) for i, each in enumerate((store, other))]
-        assert isinstance(rooms[0], Reservation)
-        assert isinstance(rooms[1], Reservation)
-        assert rooms[0].location == rooms[1].location
-        assert rooms[0].token != rooms[1].token
-        assert write_part(other, rooms[1], payload, 8, range(4, 8))
+        reservations = [reserve_part(each, "a", len(payload), i) for i, each in enumerate((store, other))]
+        assert isinstance(reservations[0], Reservation)
+        assert isinstance(reservations[1], Reservation)
+        assert reservations[0].location == reservations[1].location
+        assert reservations[0].token != reservations[1].token
+        assert write_part(other, reservations[1], payload, 8, range(4, 8))
         assert contains(store, "a") == b"\0"
-        assert other.commit([(rooms[0], b"theirs")], deadline_s=DEADLINE_S) == [False]
-        assert write_part(store, rooms[0], payload, 8, range(4))
+        assert other.commit([(reservations[0], b"theirs")], deadline_s=DEADLINE_S) == [False]
+        assert write_part(store, reservations[0], payload, 8, range(4))
         found = get_payload(other, key_of("a"), deadline_s=DEADLINE_S)
         assert found is not None
         assert found[1] == payload
@@ -265,9 +265,9 @@ class WritingContract:
 
     def test_store_part_without_others_expires(self, stage: StoreStage, store: Store) -> None:
         size = self.capacity_bytes
-        room = reserve_part(store, "a", size, 0)
-        assert isinstance(room, Reservation)
-        assert write_part(store, room, b"x" * size, 2, range(1))
+        reservation = reserve_part(store, "a", size, 0)
+        assert isinstance(reservation, Reservation)
+        assert write_part(store, reservation, b"x" * size, 2, range(1))
         stage.advance(stage.reservation_s + 0.1)
         assert isinstance(reserve(store, "a", size), Reservation), "no process writes there any more"
 

@@ -165,20 +165,23 @@ class TtftForecast:
         wait_s = _upper_queue_length(queue + 1) / rate + prefill_s
         if qos.deadline_s is not None and wait_s > qos.deadline_s:
             return _rejected_verdict("overloaded", wait_s, wait_s - qos.deadline_s)
-        rooms = (
+        max_queues = (
             _queue_length_for(rate * max(deadline_s - prefill_s, 0.0))
             for deadline_s in self._class_deadlines_s
         )
         # Do not reserve capacity for a deadline that would be missed even with an empty queue.
-        room = next((room for room in rooms if room >= 1), math.inf)
+        max_queue = next((max_queue for max_queue in max_queues if max_queue >= 1), math.inf)
         in_queue = min(queue / max(sum(self._pending.values()), 1), 1.0)
-        if math.isfinite(room) and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * room:
+        if (
+            math.isfinite(max_queue)
+            and self._pending[qos.name] * in_queue + 1 > self._shares[qos.name] * max_queue
+        ):
             kept_free = sum(
-                max(share * room - self._pending[name] * in_queue, 0.0)
+                max(share * max_queue - self._pending[name] * in_queue, 0.0)
                 for name, share in self._shares.items()
                 if name != qos.name
             )
-            over = queue + 1 + kept_free - room
+            over = queue + 1 + kept_free - max_queue
             if over > 0:
                 return _rejected_verdict("over_share", wait_s, over / rate)
         return TtftVerdict(outcome="admitted", wait_s=wait_s)

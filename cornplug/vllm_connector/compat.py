@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.tested_releases import VersionRange, compared_families
-from cornplug.encoder_service.wire.messages import decoding_of
+from cornplug.encoder_service.formats.messages import decoding_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

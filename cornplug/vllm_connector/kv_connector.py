@@ -25,12 +25,11 @@ from cornplug.vllm_connector.cpu_use import IdleBackoff
 from cornplug.vllm_connector.kv import pauses
 from cornplug.vllm_connector.kv.cache_geometry import (
     Scales,
-    caches_in_page_order,
     checkpoint_scales,
     rank_slice,
     scales_of_layers,
 )
-from cornplug.vllm_connector.kv.groups_worker import GroupsWorker, StateWorker
+from cornplug.vllm_connector.kv.group_worker import GroupWorker, StateGroupWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.page_kinds import PageKind, combined_page_size, page_kinds
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
@@ -64,7 +63,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally = Tally()
         self._runtime: EngineRuntime = get_runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | None = None
-        self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
+        self._worker: KVWorker | DisabledKVWorker | None = None
         self._idle_backoff = IdleBackoff()
         self._detached_blocks: dict[str, list[KVCacheBlock]] = {}
         """Blocks that stay pinned until the load of a finished request has completed, by request id. A new
@@ -86,39 +85,37 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
                 log_store_size(self._runtime, combined_page_size(kinds), own_tokens, compat.logger)
             else:
-                self._worker = self._make_worker(kinds, scales)
+                self._worker = self._create_worker(kinds, scales)
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             if role == KVConnectorRole.WORKER:
                 self._worker = DisabledKVWorker(vllm_config.cache_config.block_size, e.reason)
 
-    def _make_worker(self, kinds: Sequence[PageKind], scales: Scales) -> KVWorker | GroupsWorker:
+    def _create_worker(self, kinds: Sequence[PageKind], scales: Scales) -> KVWorker:
         timeout_s, size = self._runtime.background_timeout_s, combined_page_size(kinds).page_bytes
-        workers: list[KVWorker] = []
+        workers: list[GroupWorker] = []
         for kind in kinds:
             held = rank_slice(self._vllm_config, self._kv_cache_config, kind.geometry)
             pages = RankPages(kind.geometry, held, self._runtime.store)
             beside, share = workers[0] if workers else None, kind.geometry.page_bytes / size
             if kind.geometry.state:
-                workers.append(StateWorker(pages, timeout_s, other_worker=beside, slab_share=share))
+                workers.append(StateGroupWorker(pages, timeout_s, other_worker=beside, slab_share=share))
             else:
                 known = scales_of_layers(scales, kind.layer_names)
-                worker = KVWorker(
+                worker = GroupWorker(
                     pages, kind.block_size, timeout_s, other_worker=beside, slab_share=share, scales=known
                 )
                 workers.append(worker)
-        return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]
+        # A pipeline stage's part of a page has a fixed number of layers, including layers without a cache.
+        one_stage = self._vllm_config.parallel_config.pipeline_parallel_size == 1
+        return KVWorker(workers, [kind.layer_names for kind in kinds], allow_shared_caches=one_stage)
 
     # -- worker half ------------------------------------------------------------------------
 
     @retry_without_sharing
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = self._vllm_config.compilation_config.static_forward_context
-        if isinstance(self._worker, GroupsWorker):
-            self._worker.register(kv_caches, layers)
-        elif isinstance(self._worker, KVWorker):
-            ordered = caches_in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
-            self._worker.register(ordered, layers)
+        if self._worker is not None:
+            self._worker.register(kv_caches, self._vllm_config.compilation_config.static_forward_context)
 
     @retry_without_sharing
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -175,7 +172,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     @retry_without_sharing
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
-        if self._has_several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
+        if self._worker is not None and self._has_several_groups:
             results.failed_recving = self._worker.failed_loads()
         return results
 
@@ -264,7 +261,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(acks, CornplugKVWorkerMetadata):
             self._scheduler.handle_acks(acks)
         for request_id in connector_output.finished_recving or ():
-            self._scheduler.finish_load(request_id)
+            self._scheduler.end_load(request_id)
         self._finish_detached_loads(connector_output)
         self._scheduler.record_step_end()
 
@@ -330,7 +327,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if self._scheduler is not None:
                 stopped, self._scheduler = self._scheduler, None
                 self._unsent_loads += stopped.abandon()
-            elif isinstance(self._worker, KVWorker | GroupsWorker):
+            elif isinstance(self._worker, KVWorker):
                 size = self._vllm_config.cache_config.block_size
                 self._worker = DisabledKVWorker.replacing(self._worker, size, "error")
         except Exception:  # noqa: BLE001 - any error; the first error was already logged

@@ -67,8 +67,8 @@ def _all_wrappers() -> list[tuple[str, str, Callable[..., Any]]]:
 
     kv = page_keys, pauses
     media = mm_identifiers, partial_models, served_images
-    rooms = (flags, connector_config, cpu_use, *kv, *media, reloads, weight_updates)
-    return [seam for room in rooms for seam in room.WRAPS]
+    modules = (flags, connector_config, cpu_use, *kv, *media, reloads, weight_updates)
+    return [seam for module in modules for seam in module.WRAPS]
 
 
 def _install() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cornplug.planner.plan import LatencyForecast, Plan
-from cornplug.planner.report.formatting import dollars, percent, seconds
+from cornplug.planner.report.formatting import format_dollars, format_percent, format_seconds
 
 HERE = Path(__file__).parent
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 def show(ours: Plan, hand_made: Plan, console: Console) -> None:
     """Machines, replicas, percentiles, and the difference in cost."""
     table = Table("", ours.name, hand_made.name)
-    table.add_row("cost", dollars(ours.cost_per_hour), dollars(hand_made.cost_per_hour))
+    table.add_row("cost", format_dollars(ours.cost_per_hour), format_dollars(hand_made.cost_per_hour))
     table.add_row("machines", _machines(ours), _machines(hand_made))
     for part in ("E", "G"):
         table.add_row(_PARTS[part], _replicas(ours, part), _replicas(hand_made, part))
@@ -44,8 +44,8 @@ def show(ours: Plan, hand_made: Plan, console: Console) -> None:
     console.print(table)
     saved = hand_made.cost_per_hour - ours.cost_per_hour
     console.print(
-        f"{ours.name} saves {dollars(saved)}, {percent(saved / hand_made.cost_per_hour)} of "
-        f"{dollars(hand_made.cost_per_hour)}, with every bound kept by both.",
+        f"{ours.name} saves {format_dollars(saved)}, {format_percent(saved / hand_made.cost_per_hour)} of "
+        f"{format_dollars(hand_made.cost_per_hour)}, with every bound kept by both.",
         highlight=False,
     )
     if any("roofline" in group.profile for group in (*ours.groups, *hand_made.groups)):
@@ -72,7 +72,7 @@ def _engines(plan: Plan) -> str:
 
 
 def _times(forecast: LatencyForecast) -> str:
-    return f"TTFT {seconds(forecast.ttft.p95)}, all {seconds(forecast.e2e.p95)}"
+    return f"TTFT {format_seconds(forecast.ttft.p95)}, all {format_seconds(forecast.e2e.p95)}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -118,9 +119,8 @@ def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> N
     assert vllm == model("sglang", {"llava", "gemma3"}).tower_identity()
     assert vllm.served_identity == vllm.identity
     problem = "not been tested with sglang's embeddings of 'llava' in float32"
-    with pytest.raises(CheckpointError, match=problem) as caught:
+    with expect_error(CheckpointError, reason="unproven_family", match=problem) as caught:
         model("sglang", {"gemma3"}).tower_identity()
-    assert caught.value.reason == "unproven_family"
     # The service computes it by transformers' class, which no test compares with an engine.
     with pytest.raises(CheckpointError) as caught:
         model("vllm", {"llava"}, "pixtral").tower_identity()
@@ -236,9 +236,8 @@ def test_checkpoint_each_modality_has_its_preprocessors_identity(tmp_path: Path)
 
 
 def test_checkpoint_modality_that_family_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="llava does not support video, only image") as caught:
+    with expect_error(CheckpointError, reason="modality"):
         _write(tmp_path / "x").identity("float32", modality="video")
-    assert caught.value.reason == "modality"
 
 
 def test_checkpoint_video_processor_is_read_as_transformers_does(tmp_path: Path) -> None:
@@ -317,9 +316,8 @@ def test_checkpoint_text_only_has_language_model_and_no_tower(tmp_path: Path) ->
     assert text.locate("language_model").keys() == tensors.keys()
     assert len(text.fingerprint("language_model")) == 32
     for attempt in (lambda: text.family, lambda: text.fingerprint("tower"), lambda: text.identity("float32")):
-        with pytest.raises(CheckpointError, match=r"qwen2.*llava.*qwen2_vl") as caught:
+        with expect_error(CheckpointError, reason="unknown_family", match="qwen2.*llava.*qwen2_vl"):
             attempt()
-        assert caught.value.reason == "unknown_family"
 
 
 def test_locate_names_files_and_published_names(tmp_path: Path) -> None:
@@ -377,9 +375,8 @@ def test_checkpoint_unusable_weights_say_the_reason(
 ) -> None:
     checkpoint = _write(tmp_path / "x")
     spoil(tmp_path / "x")
-    with pytest.raises(CheckpointError, match=says) as caught:
+    with expect_error(CheckpointError, reason=reason, match=says):
         checkpoint.identity("float32")
-    assert caught.value.reason == reason
 
 
 def test_checkpoint_folder_without_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,9 +387,8 @@ def test_checkpoint_folder_without_one_is_an_error(tmp_path: Path, monkeypatch: 
         assert caught.value.reason == "not_found"
     for content in ("{", "[]", "\xff"):
         (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-        with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+        with expect_error(CheckpointError, reason="bad_config", match=r"config\.json") as caught:
             Checkpoint.open(str(tmp_path))
-        assert caught.value.reason == "bad_config"
 
 
 def test_checkpoint_hub_snapshot_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,14 +405,12 @@ def test_checkpoint_hub_snapshot_is_found_by_its_id(tmp_path: Path, monkeypatch:
 
 def test_checkpoint_outsized_or_unreadable_config_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * ((16 << 20) + 1))
-    with pytest.raises(CheckpointError, match="larger than") as caught:
+    with expect_error(CheckpointError, reason="bad_config", match="larger than"):
         Checkpoint.open(str(tmp_path))
-    assert caught.value.reason == "bad_config"
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="cannot read") as caught:
+    with expect_error(CheckpointError, reason="unreadable"):
         Checkpoint.open(str(tmp_path))
-    assert caught.value.reason == "unreadable"
 
 
 def test_checkpoint_files_of_any_name_are_read_as_engines_do(tmp_path: Path) -> None:
@@ -424,5 +418,5 @@ def test_checkpoint_files_of_any_name_are_read_as_engines_do(tmp_path: Path) -> 
     (tmp_path / "x" / "model.safetensors").rename(tmp_path / "x" / "weights.safetensors")
     assert _fingerprints(Checkpoint.open(str(tmp_path / "x"))) == before
     (tmp_path / "x" / "weights.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights"):
+    with expect_error(CheckpointError, reason="no_weights"):
         Checkpoint.open(str(tmp_path / "x")).locate("language_model")

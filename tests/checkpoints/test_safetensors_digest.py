@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -85,9 +86,8 @@ def test_safetensors_digest_agrees_with_the_library(tmp_path: Path) -> None:
 def test_safetensors_digest_inconsistent_header_is_refused(
     tmp_path: Path, header: object, data: bytes
 ) -> None:
-    with pytest.raises(CheckpointError, match="Download it again") as caught:
+    with expect_error(CheckpointError, reason="bad_header"):
         read_header(_file(tmp_path / "x.safetensors", header, data))
-    assert caught.value.reason == "bad_header"
 
 
 @pytest.mark.parametrize("length", [3, 64, MAX_HEADER_BYTES + 1, 1 << 40, (1 << 64) - 1])
@@ -96,7 +96,7 @@ def test_safetensors_digest_oversized_header_costs_no_memory(tmp_path: Path, len
     if length == MAX_HEADER_BYTES + 1:  # a file that is really as long: sparse
         os.truncate(path, length + 64)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match="header of"):
+    with expect_error(CheckpointError, reason="bad_header"):
         read_header(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -134,9 +134,9 @@ def test_safetensors_digest_truncated_file_is_an_error(tmp_path: Path, size: int
 
 
 def test_safetensors_digest_absent_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with expect_error(CheckpointError, reason="unreadable"):
         read_header(tmp_path / "absent.safetensors")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with expect_error(CheckpointError, reason="unreadable"):
         tensor_digests({tmp_path / "absent.safetensors": {"a": TensorEntry("F32", (1,), 0, 4)}})
 
 
@@ -159,9 +159,8 @@ def test_safetensors_digest_file_shrinking_meanwhile_is_an_error(tmp_path: Path)
     bare.write_safetensors(path, {"a": bare.bare("a")})
     entries = read_header(path)
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="ended inside 'a'") as caught:
+    with expect_error(CheckpointError, reason="changed", match="'a'"):
         tensor_digests({path: entries})
-    assert caught.value.reason == "changed"
 
 
 def test_safetensors_digest_file_changing_meanwhile_is_an_error(
@@ -177,7 +176,7 @@ def test_safetensors_digest_file_changing_meanwhile_is_an_error(
         return out
 
     monkeypatch.setattr(safetensors_digest, "_hash_tensors", meanwhile)
-    with pytest.raises(CheckpointError, match="changed while"):
+    with expect_error(CheckpointError, reason="changed"):
         tensor_digests({path: read_header(path)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.errors import CheckpointError
@@ -137,5 +138,5 @@ def test_tile_families_setting_engines_read_differently_is_refused(name: str, co
 
 
 def test_tile_families_onevision_without_tile_limit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="anyres_max_N"):
+    with expect_error(CheckpointError, reason="bad_config", match="anyres_max_N"):
         FAMILIES["llava_onevision"].projector_spec({"vision_aspect_ratio": "pad"})

@@ -16,7 +16,7 @@ from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.commands import doctor
 from cornplug.commands.engine_checks import ENGINES
 from cornplug.commands.fingerprint import describe
-from cornplug.encoder_service.wire.messages import ServedModel
+from cornplug.encoder_service.formats.messages import ServedModel
 from cornplug.errors import EncoderUnavailable
 from cornplug.private_paths import read_secret
 from devkit import checkpoints

@@ -20,16 +20,16 @@ from transformers import AutoImageProcessor
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config, load
+from cornplug.encoder_service.batcher import EncodeJob
 from cornplug.encoder_service.execution.encoder import EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.formats.messages import EncodeRequest, WireTensor
+from cornplug.encoder_service.formats.tensors import to_wire
 from cornplug.encoder_service.http.models import ModelsRoute
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
-from cornplug.encoder_service.scheduling.batcher import EncodeJob
-from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
-from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.store.memory import MemoryStore
 from devkit import checkpoints
 

@@ -20,8 +20,8 @@ import safetensors.torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.media.image import decode, to_engine_rgb
-from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.formats.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.formats.image import decode, to_engine_rgb
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 

@@ -16,12 +16,13 @@ import anyio
 import httpx
 import msgspec
 import pytest
+from expected_errors import expect_error
 from time_limits import TimeLimits
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.formats.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal
+from cornplug.encoder_service.formats.messages import MediaRefusal, Reply
 from cornplug.encoder_service.http import requests
-from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal
-from cornplug.encoder_service.wire.messages import MediaRefusal, Reply
 from cornplug.qos import QosClasses
 from devkit.processes import EncoderProcess
 
@@ -88,7 +89,7 @@ def test_medium_base64_of_any_length_is_decoded(size: int) -> None:
     text = base64.b64encode(data).decode()
     assert media_bytes("image", text) == data
     for damaged in (text[:-1], "=" + text[1:], text + "A", text[:4] + "====" + text[4:]):
-        with pytest.raises(EncoderRefused, match="image: not base64"):
+        with expect_error(EncoderRefused, reason="bad_input", match="base64"):
             media_bytes("image", damaged)
 
 

@@ -17,11 +17,11 @@ import torch
 
 from cornplug import identity
 from cornplug.config import QosConfig
+from cornplug.encoder_service.batcher import EncodeResult
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult, EncodeBatch
+from cornplug.encoder_service.formats.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.encoder_service.model_registry import LoadedModel
-from cornplug.encoder_service.scheduling.batcher import EncodeResult
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import QosClasses
 
 from .conftest import SECRET, MakeEncoder, Requests

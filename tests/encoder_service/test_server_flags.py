@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.checkpoints.model_family import PRECISION_VARIABLES
 from cornplug.encoder_service import server, server_flags
 from cornplug.encoder_service.replica import count_cores
 from cornplug.encoder_service.server import main

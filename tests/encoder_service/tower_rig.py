@@ -18,8 +18,8 @@ from transformers import AutoImageProcessor, AutoVideoProcessor
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
+from cornplug.encoder_service.formats.messages import WireTensor
 from cornplug.encoder_service.towers.base import Projector, Tower, TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
 
 from .conftest import sample_image, to_wire
 from .recordings import tone

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.encoder_service.wire.messages import EncodeReply, WireTensor
+from cornplug.encoder_service.formats.messages import EncodeReply, WireTensor
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import (

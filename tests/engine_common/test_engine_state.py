@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state
@@ -116,9 +117,8 @@ def test_engine_model_files_changed_after_start_are_refused(tmp_path: Path, file
     times = (folder / file).stat()
     os.utime(folder / file, ns=(times.st_atime_ns, times.st_mtime_ns - 10**12))  # a copy with old times
     for identify in (model(folder, began_ns).kv_identity, model(folder, began_ns).tower_identity):
-        with pytest.raises(CheckpointError, match=file) as caught:
+        with expect_error(CheckpointError, reason="weights_changed", match=file):
             identify()
-        assert caught.value.reason == "weights_changed"
 
 
 def test_engine_model_hub_cache_filled_at_start_is_accepted(tmp_path: Path) -> None:

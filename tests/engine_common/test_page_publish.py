@@ -34,9 +34,9 @@ class Stage:
         self.publisher = PagePublisher(Runtime(self.faulty), PAGE, self.tally, deadline_s=1, writer_part=part)
 
     def reserved(self, keys: list[bytes]) -> list[Reservation]:
-        answers = self.publisher.reserve(keys)
-        assert all(isinstance(answer, Reservation) for answer in answers)
-        return [answer for answer in answers if isinstance(answer, Reservation)]
+        replies = self.publisher.reserve(keys)
+        assert all(isinstance(reply, Reservation) for reply in replies)
+        return [reply for reply in replies if isinstance(reply, Reservation)]
 
     def counts(self) -> dict[str, float]:
         """Outcome -> pages; the label of bytes -> bytes. Nothing else is counted."""
@@ -64,9 +64,9 @@ def test_page_publisher_reserve_refused_is_counted_by_its_word() -> None:
 def test_page_publisher_reserve_growing_is_left_to_caller() -> None:
     stage = Stage()
     stage.faulty.growing = 1
-    answers = stage.publisher.reserve(KEYS[:3])
-    assert isinstance(answers[0], Reservation)
-    assert answers[1:] == [ReserveRefusal.GROWING] * 2
+    replies = stage.publisher.reserve(KEYS[:3])
+    assert isinstance(replies[0], Reservation)
+    assert replies[1:] == [ReserveRefusal.GROWING] * 2
     assert stage.counts() == {}
 
 
@@ -115,8 +115,8 @@ def test_page_publisher_parts_are_counted_by_first_rank_only() -> None:
     store = MemoryStore(capacity_bytes=8 << 20)
     ranks = [Stage(WriterPart(b"g" * 16, index, 2), store) for index in range(2)]
     reserved = [rank.reserved(KEYS[:1])[0] for rank in ranks]
-    for head, (rank, room) in enumerate(zip(ranks, reserved, strict=True)):
-        rank.publisher.commit([(room, {head: 7})])
+    for head, (rank, reservation) in enumerate(zip(ranks, reserved, strict=True)):
+        rank.publisher.commit([(reservation, {head: 7})])
     assert ranks[0].counts() == {"stored": 1, "save": PAGE.page_bytes}
     assert ranks[1].counts() == {}
     assert store.connect().contains(KEYS[:1], deadline_s=1) == b"\1", "both parts make the page"
@@ -134,7 +134,7 @@ def test_page_publisher_tells_the_store_its_cost_as_last_measured(
     )
     before = publisher.reserve(KEYS[:1])
     cost.seconds = seconds
-    rooms = [*before, *publisher.reserve(KEYS[1:2])]
-    publisher.commit([(room, SUMS) for room in rooms if isinstance(room, Reservation)])
+    replies = [*before, *publisher.reserve(KEYS[1:2])]
+    publisher.commit([(reservation, SUMS) for reservation in replies if isinstance(reservation, Reservation)])
     entries = [store.index.find(key) for key in KEYS[:2]]
     assert [entry.cost_s for entry in entries if entry is not None] == [0.0, told]

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.engine_common.shared_flags import add_flags, load_settings, settings_from_flags
 from cornplug.errors import ConfigError
@@ -43,7 +44,7 @@ def test_encoder_flag_with_a_path_is_stronger_than_urls_of_the_environment(
 
 
 def test_encoder_flag_with_a_wrong_url_or_the_default_secret_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match=r"store.secret_file"):
+    with expect_error(ConfigError, field="store.secret_file"):
         load_settings(extra("--cornplug-encoder", URLS))
-    with pytest.raises(ConfigError, match=r"encoder.engine_urls"):
+    with expect_error(ConfigError, field="encoder.engine_urls"):
         load_settings(extra("--cornplug-encoder", "tcp://10.0.0.7:1"))

@@ -116,7 +116,7 @@ def change(module):
     module.MAX_WAITING = 8
 """
 """Makes the queue of the service so short that it refuses some images."""
-QUEUE: Final = "cornplug.encoder_service.scheduling.fair_queue"
+QUEUE: Final = "cornplug.encoder_service.fair_queue"
 AT_ONCE: Final = 64
 """Requests for which the service, which is stopped meanwhile, has a connection at least."""
 HANGS_S: Final = 180.0

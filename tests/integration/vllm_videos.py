@@ -19,8 +19,8 @@ from vllm.model_executor.model_loader import get_model
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.wire.messages import WireTensor
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.messages import WireTensor
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 
 CPU = torch.device("cpu")
 GRID = (3, 8, 4)

@@ -14,10 +14,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.formats.image import digest_image
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.identity import media_lineage, page_key, placeholder_tokens
+from cornplug.identity import media_item_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv_pages import namespace_roots
@@ -77,7 +77,7 @@ def pages(
 ) -> tuple[bytes, ...]:
     """The keys of the prompt's whole pages, out of the index that the scheduler's process keeps."""
     space = CacheNamespace(_loaded(adapter) if adapter is not None else None, deployment.salt)
-    four = placeholder_tokens(media_lineage(medium, rows))
+    four = placeholder_tokens(media_item_lineage(medium, rows))
     wide = [four[i % 4] for i in range(rows)]
     tokens = [*deployment.tokens[:TEXT_BEFORE], *wide, *deployment.tokens[TEXT_BEFORE:]]
     whole = tokens[: len(tokens) // PAGE * PAGE]

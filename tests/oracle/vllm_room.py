@@ -67,7 +67,7 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
     options = identifiers.changed_options({**deployment.processor_kwargs, **deployment.options})
     name = identifiers.media_name(deployment.image, deployment.uuid, options)
     assert name is not None
-    found = key_of(identifiers.make_identifier(name, deployment.salt))
+    found = key_of(identifiers.create_identifier(name, deployment.salt))
     assert found is not None
     return found
 

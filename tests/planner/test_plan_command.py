@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug import cli
 from cornplug.planner import plan_command
@@ -168,7 +169,7 @@ def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
     from cornplug.errors import ConfigError
 
     (tmp_path / "report.html").write_text("somebody's")
-    with pytest.raises(ConfigError, match=r"report\.html already exists"):
+    with expect_error(ConfigError, field=f"-o {tmp_path}", match=r"report\.html"):
         plan_folder.write(plan(), tmp_path)
     assert (tmp_path / "report.html").read_text() == "somebody's"
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.replay import TokenCost, TraceAccess, TraceRequest, distinct_bytes, read_trace
@@ -94,7 +95,7 @@ def test_access_log_ends_at_its_bound(tmp_path: Path) -> None:
 
 
 def test_access_log_in_no_folder_names_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"store\.access_log"):
+    with expect_error(ConfigError, field="store.access_log"):
         AccessLog(tmp_path / "absent" / "log.jsonl")
 
 
@@ -102,20 +103,20 @@ def test_access_log_in_no_folder_names_the_setting(tmp_path: Path) -> None:
 def test_read_trace_wrong_line_raises_its_number(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace"
     path.write_text('{"timestamp": 1, "hash_ids": [1]}\n' + text + "\n")
-    with pytest.raises(ConfigError, match=r"trace:2.*--format"):
+    with expect_error(ConfigError, field=f"{path}:2"):
         read_trace(path, COST)
 
 
 def test_read_trace_cut_or_absent_file_raises_its_name(tmp_path: Path) -> None:
     path = tmp_path / "trace.bin"
     path.write_bytes(bytes(25))
-    with pytest.raises(ConfigError, match="25 bytes"):
+    with expect_error(ConfigError, field=str(path), match="25"):
         read_trace(path, COST)
-    with pytest.raises(ConfigError, match="absent"):
+    with expect_error(ConfigError, field=str(tmp_path / "absent")):
         read_trace(tmp_path / "absent", COST)
     packed = tmp_path / "cut.gz"
     packed.write_bytes(gzip.compress(b"{" * 1000)[:-6])
-    with pytest.raises(ConfigError, match=r"cut\.gz"):
+    with expect_error(ConfigError, field=str(packed)):
         read_trace(packed, COST)
 
 

@@ -145,7 +145,7 @@ def host_pool(device: Any, layout: str) -> Any:
 
 
 class Controller:
-    """What `verify` needs of SGLang's cache controller, with SGLang's own index moves."""
+    """What `verify_layout` needs of SGLang's cache controller, with SGLang's own index moves."""
 
     move_indices = HiCacheController.move_indices
     write_policy = "write_through"

@@ -12,7 +12,7 @@ from PIL import Image
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderError
 from cornplug.store.base import Store
 
@@ -63,11 +63,11 @@ class Service:
         self.asked.append(request)
         self.futures.append(future)
         if self.answer is not None:
-            answer = self.answer(request)
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
+            reply = self.answer(request)
+            if isinstance(reply, Exception):
+                future.set_exception(reply)
             else:
-                future.set_result(answer)
+                future.set_result(reply)
         return future
 
     def close(self) -> None:

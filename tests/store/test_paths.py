@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug import codec, private_paths
 from cornplug.config import StoreConfig, load
@@ -51,7 +52,7 @@ def test_autostart_in_strangers_folder_opens_and_makes_nothing(store_config: Sto
         lambda: daemon_link.spawn_daemon(store_config, idle_exit_s=1),
         lambda: SocketClaim(store_config.socket, setting="store.socket"),
     ):
-        with pytest.raises(ConfigError, match=r"store\.socket: .*belongs to user .*0700"):
+        with expect_error(ConfigError, field="store.socket", match="0700"):
             attempt()
     assert [p.name for p in store_config.socket.parent.iterdir()] == [log.name]
     assert log.stat().st_size == 2 << 20
@@ -73,7 +74,7 @@ def test_autostart_symbolic_link_is_not_followed(
 
 def test_socket_claim_folder_that_is_a_link_is_refused(short_path: Path, tmp_path: Path) -> None:
     (short_path / "run").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="is a symbolic link"):
+    with expect_error(ConfigError, field="store.socket", match="symbolic link"):
         SocketClaim(short_path / "run" / "s.sock", setting="store.socket")
     assert list(tmp_path.iterdir()) == []
 
@@ -100,9 +101,8 @@ def test_pool_store_strangers_folder_costs_sharing_only(
     monkeypatch.setattr(daemon_link, "open_folder", refuse)
     store = PoolStore(store_config, autostart=True, connect_timeout_s=0.5)
     try:
-        with pytest.raises(StoreUnavailable, match="belongs to user 1") as e:
+        with expect_error(StoreUnavailable, reason="store_down", match="user 1"):
             contains(store, "a")
-        assert e.value.reason == "store_down"
         assert caplog.text.count("belongs to user 1") == 1
     finally:
         store.close()
@@ -235,9 +235,8 @@ def test_pool_store_other_release_is_refused_and_logged_once(
     start_daemon()
     monkeypatch.setattr("cornplug.store.messages.PROTOCOL_VERSION", 99)
     store = connect()
-    with pytest.raises(StoreUnavailable, match="protocol") as e:
+    with expect_error(StoreUnavailable, reason="store_refused", match="protocol"):
         contains(store, "a")
-    assert e.value.reason == "store_refused"
     assert caplog.text.count("uses protocol") == 1
     monkeypatch.undo()
     eventually(lambda: store.is_connected)

@@ -39,25 +39,25 @@ def test_notes_reads_are_taken_once_in_order(notes: UseNotes) -> None:
     mine, theirs = ClientNotes(notes.fd, page), ClientNotes(notes.fd, other)
     assert notes.collect_reads(page) is None
     for record in (3, 1, 3):
-        mine.note_hit(record)
-    theirs.note_miss()
+        mine.record_hit(record)
+    theirs.record_miss()
     assert notes.collect_reads(page) == NotedReads(3, 0, [3, 1, 3])
     assert notes.collect_reads(page) is None
     assert notes.collect_reads(other) == NotedReads(0, 1, [])
-    mine.note_hit(7)
+    mine.record_hit(7)
     assert notes.collect_reads(page) == NotedReads(1, 0, [7])
 
 
 def test_notes_keys_looked_up_are_taken_once_and_wrap(notes: UseNotes) -> None:
     page = notes.open_page()
     mine = ClientNotes(notes.fd, page)
-    mine.note_lookup(3, 5)
+    mine.record_lookup(3, 5)
     assert notes.collect_reads(page) == NotedReads(0, 0, [], found=3, absent=5)
     assert notes.collect_reads(page) is None
     for _ in range(1 << 9):
-        mine.note_lookup((1 << 23) - 1, 0)
+        mine.record_lookup((1 << 23) - 1, 0)
         notes.collect_reads(page)
-    mine.note_lookup(1 << 10, 1)
+    mine.record_lookup(1 << 10, 1)
     assert notes.collect_reads(page) == NotedReads(0, 0, [], found=1 << 10, absent=1)
 
 
@@ -74,7 +74,7 @@ def test_notes_beyond_the_ring_lose_the_oldest(notes: UseNotes) -> None:
     page = notes.open_page()
     mine = ClientNotes(notes.fd, page)
     for record in range(3 * RING_NOTES + 5):
-        mine.note_hit(record)
+        mine.record_hit(record)
     assert notes.collect_reads(page) == NotedReads(
         3 * RING_NOTES + 5, 0, list(range(2 * RING_NOTES + 5, 3 * RING_NOTES + 5))
     )
@@ -82,7 +82,7 @@ def test_notes_beyond_the_ring_lose_the_oldest(notes: UseNotes) -> None:
 
 def test_notes_page_of_a_gone_client_is_empty_for_the_next(notes: UseNotes) -> None:
     page = notes.open_page()
-    ClientNotes(notes.fd, page).note_hit(1)
+    ClientNotes(notes.fd, page).record_hit(1)
     notes.free_page(page)
     assert notes.open_page() == page
     assert notes.collect_reads(page) is None
@@ -100,7 +100,7 @@ def test_notes_client_without_a_page_has_none(notes: UseNotes) -> None:
 def test_notes_of_several_threads_are_all_counted(notes: UseNotes) -> None:
     page = notes.open_page()
     mine = ClientNotes(notes.fd, page)
-    threads = [threading.Thread(target=lambda: [mine.note_hit(1) for _ in range(100)]) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [mine.record_hit(1) for _ in range(100)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -32,9 +32,8 @@ from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
+from cornplug.vllm_connector.kv import group_worker, tracked_requests
 from cornplug.vllm_connector.kv import scheduler as kv_scheduler
-from cornplug.vllm_connector.kv import tracked_requests
-from cornplug.vllm_connector.kv import worker as kv_worker
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
@@ -457,7 +456,7 @@ class Engine:
             arenas.append(late_arena(*args, sizes=sizes, ranges=ranges))
             return arenas[-1].moves
 
-        with mock.patch.object(kv_worker, "BlockCopies", copies):
+        with mock.patch.object(group_worker, "BlockCopies", copies):
             if self.accelerator != "arena":
                 yield arenas
                 return

@@ -55,19 +55,19 @@ def test_ttft_forecast_refuses_requests_past_deadline() -> None:
 
 
 def test_ttft_forecast_keeps_reserved_share_free() -> None:
-    room = (math.sqrt(2.25 + 10 * 2.0) - 1.5) ** 2
+    max_queue = (math.sqrt(2.25 + 10 * 2.0) - 1.5) ** 2
     forecast = saturated(PREMIUM, BATCH, waiting=3)
     for _ in range(3):
         forecast.record_sent(BATCH)
     forecast.update(QueueReading(time_s=11.0, waiting=3, first_tokens=110))
     # Beside premium's half of the room, which nobody uses, there is place for the fourth.
-    assert 3 + 1 + room / 2 < room < 5 + 1 + room / 2
+    assert 3 + 1 + max_queue / 2 < max_queue < 5 + 1 + max_queue / 2
     assert forecast.decide(BATCH, 11.0).is_admitted
     for _ in range(2):
         forecast.record_sent(BATCH)
     refused = forecast.decide(BATCH, 11.0)
     assert refused.outcome == "over_share"
-    assert refused.retry_after_s == pytest.approx((5 + 1 + room / 2 - room) / 10)
+    assert refused.retry_after_s == pytest.approx((5 + 1 + max_queue / 2 - max_queue) / 10)
     assert forecast.decide(PREMIUM, 11.0).is_admitted
 
 

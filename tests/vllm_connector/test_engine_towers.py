@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service import towers
+from cornplug.encoder_service.formats.tensors import to_wire
 from cornplug.encoder_service.towers.base import Projector, Tower
-from cornplug.encoder_service.wire.tensors import to_wire
 from devkit import checkpoints
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]

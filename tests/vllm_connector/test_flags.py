@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from expected_errors import expect_error
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -212,9 +213,8 @@ def test_runtime_without_secret_shares_nothing(
     monkeypatch.setattr(runtime_module, "_runtimes", {})
     off = runtime_module.get_runtime({"store.secret_file": str(short_path / "home" / "secret")})
     assert "shares nothing: store.secret_file" in caplog.text
-    with pytest.raises(StoreUnavailable, match=r"store\.secret_file") as e:
+    with expect_error(StoreUnavailable, reason="store_off", match=r"store\.secret_file"):
         off.store.contains([bytes(32)], deadline_s=1)
-    assert e.value.reason == "store_off"
     off.store.close()
 
 
@@ -222,7 +222,7 @@ def test_runtime_in_untested_vllm_is_config_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plugin, "_state", {"registered": False})
     with (
         mock.patch.object(VersionRange, "installed_version", return_value="0.99.0"),
-        pytest.raises(ConfigError, match=r"vLLM 0\.99\.0 is outside the tested range"),
+        expect_error(ConfigError, field="--kv-connector", match=r"0\.99\.0"),
     ):
         runtime_module.get_runtime({})
 

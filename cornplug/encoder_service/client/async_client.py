@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypedDict, TypeVar, Unpack
 
 import httpx
 from PIL import Image
@@ -38,8 +38,8 @@ from cornplug.encoder_service.client.retry import (
     RetrySequence,
     SendAttempt,
 )
-from cornplug.encoder_service.wire import engine_seal, messages
-from cornplug.encoder_service.wire.messages import Decoding
+from cornplug.encoder_service.formats import engine_seal, messages
+from cornplug.encoder_service.formats.messages import Decoding
 from cornplug.errors import CornplugError, EncoderError, EncoderUnavailable, MediaError
 from cornplug.host import tls_context
 from cornplug.identity import pixels_digest
@@ -52,6 +52,35 @@ CONCURRENCY: Final = 32
 Services = str | Sequence[str] | Mapping[str, float]
 """One URL, several URLs, or {url: weight}."""
 T = TypeVar("T")
+MediaInput = str | os.PathLike[Any] | bytes | Image.Image
+"""A path, the bytes of a file, or a PIL image."""
+Item = MediaInput | Mapping[Modality, MediaInput]
+"""An image, or {"image" | "video" | "audio": media}."""
+Result = tuple[int, EmbeddingRef | CornplugError]
+
+
+class EncoderClientOptions(TypedDict, total=False):
+    """Options of `AsyncEncoderClient` and `EncoderClient`, given as keyword arguments. An option that is None
+    has its default."""
+
+    store: Store | None
+    """Store in which services save embeddings, and from which this client reads and verifies them. If
+    `services` is not set, the default is this host's store for the configured services on this host."""
+    deadline_s: float | None
+    """Maximum seconds to wait for one embedding, including reading the media item and retries. The default is
+    `encoder.deadline_s`."""
+    api_key: str | None
+    """Key that is sent as `Authorization: Bearer`."""
+    app: str | None
+    """App name by which the service counts and classifies the requests. The default is the service's default
+    app."""
+    service_class: str | None
+    """Service class to request. The default is the class of the key or app."""
+    decoding: Decoding | None
+    """Engine that will use the embeddings (`messages.Decoding`). It determines how images are decoded. The
+    default is the newest vLLM that cornplug supports."""
+    transport: httpx.AsyncBaseTransport | None
+    """httpx transport for tests and proxies. Proxies from the environment (`http_proxy`) are not used."""
 
 
 class AsyncEncoderClient:
@@ -63,53 +92,26 @@ class AsyncEncoderClient:
         services: One URL, several URLs, or {url: weight}. Each media item is hashed to a preferred service,
             so that a repeated item goes to the service that has it cached. The default is `encoder.urls`, or
             `encoder.host` and `encoder.port` if `encoder.urls` is not set.
-        store: Store in which services save embeddings, and from which this client reads and verifies them. If
-            `services` is not set, the default is this host's store for the configured services on this host.
-        deadline_s: Maximum seconds to wait for one embedding, including reading the media item and retries.
-            The default is `encoder.deadline_s`.
-        api_key: Key that is sent as `Authorization: Bearer`.
-        app: App name by which the service counts and classifies the requests. The default is the service's
-            default app.
-        service_class: Service class to request. The default is the class of the key or app.
-        decoding: Engine that will use the embeddings (`messages.Decoding`). It determines how images are
-            decoded. The default is the newest vLLM that cornplug supports.
-        transport: httpx transport for tests and proxies. Proxies from the environment (`http_proxy`) are not
-            used.
+        options: See `EncoderClientOptions`.
     """
 
-    def __init__(
-        self,
-        services: Services | None = None,
-        *,
-        store: Store | None = None,
-        deadline_s: float | None = None,
-        api_key: str | None = None,
-        app: str | None = None,
-        service_class: str | None = None,
-        decoding: Decoding | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, services: Services | None = None, **options: Unpack[EncoderClientOptions]) -> None:
+        unknown = options.keys() - EncoderClientOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
         config = load()
+        store = options.get("store")
         self._services = endpoints.parse_services(services or configured_urls(config))
-        self._deadline_s = deadline_s or config.encoder.deadline_s
+        self._deadline_s = options.get("deadline_s") or config.encoder.deadline_s
         self._stores = dict.fromkeys(self._services, store)
         self._own_store: Store | None = None
         if store is None and services is None:
             near = self._own_store = open_local_store(config)
             self._stores = {url: near if is_local_url(url) else None for url in self._services}
         self.circuits = CircuitBreakers(self._services, random.random)
-        headers = {"accept": engine_seal.EMBEDDING_MEDIA_TYPE, "accept-encoding": "identity"}
-        if api_key is not None:
-            headers["authorization"] = f"Bearer {api_key}"
-        if app is not None:
-            headers[APP_HEADER] = app
-        if service_class is not None:
-            headers[CLASS_HEADER] = service_class
-        if decoding is not None:
-            headers[messages.DECODING_HEADER] = decoding
         self._http = httpx.AsyncClient(
-            headers=headers,
-            transport=transport,
+            headers=_headers(options),
+            transport=options.get("transport"),
             verify=tls_context(),
             follow_redirects=False,
             trust_env=False,
@@ -281,7 +283,7 @@ class AsyncEncoderClient:
         # The second attempt requests the bytes in the response. The entry may have been evicted from the
         # store.
         for source in [store, None] if store is not None else [None]:
-            answer = await endpoints.send_request(
+            response = await endpoints.send_request(
                 self._http,
                 "POST",
                 f"{url}/v1/encode",
@@ -290,10 +292,22 @@ class AsyncEncoderClient:
                 files={medium.modality: (medium.name, medium.data)},
             )
             # The store responds in microseconds and the read has its own deadline, so no thread is needed.
-            ref = retry.parse_embedding(answer, source)
+            ref = retry.parse_embedding(response, source)
             if ref is not None:
                 return ref
         raise EncoderUnavailable(f"{url} sent a response without the data", reason="encoder_bad_response")
+
+
+def _headers(options: EncoderClientOptions) -> dict[str, str]:
+    api_key = options.get("api_key")
+    optional = {
+        "authorization": None if api_key is None else f"Bearer {api_key}",
+        APP_HEADER: options.get("app"),
+        CLASS_HEADER: options.get("service_class"),
+        messages.DECODING_HEADER: options.get("decoding"),
+    }
+    headers = {"accept": engine_seal.EMBEDDING_MEDIA_TYPE, "accept-encoding": "identity"}
+    return headers | {name: value for name, value in optional.items() if value is not None}
 
 
 def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
@@ -303,13 +317,6 @@ def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
         else f"no encoder service at {url}: {e!r}; start a service with: cornplug encoder --model ...",
         reason="encoder_timeout" if late else "encoder_down",
     )  # fmt: skip
-
-
-MediaInput = str | os.PathLike[Any] | bytes | Image.Image
-"""A path, the bytes of a file, or a PIL image."""
-Item = MediaInput | Mapping[Modality, MediaInput]
-"""An image, or {"image" | "video" | "audio": media}."""
-Result = tuple[int, EmbeddingRef | CornplugError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cornplug.codec import ITEM_BYTES, PayloadKind
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused, StoreError
 from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
@@ -59,7 +59,7 @@ class EmbeddingRef:
     """Seconds in the service, from the receipt of the request to the reply."""
     handle: str | None = None
     """Handle that the service signed, or None. It can replace the image in a request to an engine (see
-    `wire.engine_seal`)."""
+    `formats.engine_seal`)."""
     data: memoryview = field(repr=False)
     """Bytes of the embedding, read-only."""
     in_store: bool = False

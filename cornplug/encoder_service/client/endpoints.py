@@ -30,6 +30,9 @@ from cornplug.store.base import Store
 from cornplug.store.client import is_host_store, open_store
 
 _HASH_RANGE: Final = float(1 << 53)
+_CONNECT_S: Final = 1.0
+"""Seconds to wait for a connection. A host that needs longer to accept a connection counts as down."""
+_MAX_RESPONSE_BYTES: Final = 1 << 30
 
 
 def parse_services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
@@ -105,11 +108,6 @@ def open_local_store(config: Config) -> Store | None:
     if is_host_store(config.store) and not config.store.socket.exists():
         return None
     return open_store(config.store, autostart=False)
-
-
-_CONNECT_S: Final = 1.0
-"""Seconds to wait for a connection. A host that needs longer to accept a connection counts as down."""
-_MAX_RESPONSE_BYTES: Final = 1 << 30
 
 
 def trace_headers() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cornplug.config import Config
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.errors import ConfigError, EncoderError
 from cornplug.private_paths import is_default_secret
 

@@ -30,9 +30,9 @@ import msgspec
 
 from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.retry import HttpResponse
-from cornplug.encoder_service.client.unix_client import MAX_OUTBOX_BYTES
-from cornplug.encoder_service.wire.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal, InvalidSeal
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.client.unix_client import BACKOFF_S, MAX_OUTBOX_BYTES, THREAD_MARGIN_S
+from cornplug.encoder_service.formats.engine_seal import ENGINE_PATH, MEDIA_TYPE, EngineSeal, InvalidSeal
+from cornplug.encoder_service.formats.messages import (
     FETCH_REASONS,
     DescribeReply,
     DescribeRequest,
@@ -57,13 +57,11 @@ _REPLY_TYPES: Final[Mapping[type[HttpRequest], type[_Reply]]] = {
     DescribeRequest: DescribeReply,
     MediaRequest: MediaReply,
 }
-_BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _SKIP_S: Final = 0.5
 _MAX_SKIP_S: Final = 5.0
 """Maximum seconds for which an overloaded service is skipped, even if the service requests a longer pause.
 Another attempt costs little."""
-_MARGIN_S: Final = 5.0
 _TIMEOUT_FRACTION: Final = 0.9
 """Deadline in a MediaRequest, as a fraction of this client's timeout for the service."""
 _KEEPALIVE_S: Final = 2.0
@@ -190,7 +188,7 @@ class RemoteEncoder:
         Raises EncoderError.
         """
         future = self._enqueue(DescribeRequest(), list(self._services), deadline_s, 0)
-        return cast(DescribeReply, future.result(deadline_s + _MARGIN_S)).models
+        return cast(DescribeReply, future.result(deadline_s + THREAD_MARGIN_S)).models
 
     @property
     def connected(self) -> bool:
@@ -214,7 +212,7 @@ class RemoteEncoder:
                 return
             self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=_MARGIN_S)
+        self._thread.join(timeout=THREAD_MARGIN_S)
 
     def __enter__(self) -> Self:
         return self
@@ -335,7 +333,7 @@ class RemoteEncoder:
                 await self._send_sealed(service.url, DescribeRequest(), _PROBE_S)
             except EncoderError as e:
                 service.error, service.is_verified = e, False
-                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
                 attempt += 1
                 continue
             attempt = 0
@@ -351,7 +349,7 @@ class RemoteEncoder:
             async with asyncio.timeout(timeout_s):
                 body = seal.seal_request(self._encode(request))
                 headers = {"authorization": seal.authorization}
-                answer = await endpoints.send_request(
+                response = await endpoints.send_request(
                     self._http, "POST", url + ENGINE_PATH, timeout_s, content=body, headers=headers
                 )
         except httpx.ConnectTimeout as e:
@@ -360,10 +358,10 @@ class RemoteEncoder:
             raise EncoderUnavailable(f"no reply from {url} in time", reason="encoder_timeout") from e
         except httpx.HTTPError as e:
             raise down_error(url, e) from e
-        if answer.status != 200:
-            raise error_of_response(url, answer)
+        if response.status != 200:
+            raise error_of_response(url, response)
         try:
-            reply = self._decode(seal.open_reply(answer.body))
+            reply = self._decode(seal.open_reply(response.body))
         except InvalidSeal as e:
             raise EncoderUnavailable(f"{url}: the reply is {e}", reason="encoder_untrusted") from e
         except (msgspec.MsgspecError, RecursionError) as e:

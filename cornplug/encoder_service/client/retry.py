@@ -2,9 +2,9 @@
 service's responses: an embedding, a list of models, or an error to raise. It uses neither a clock nor
 sockets.
 
-    RetrySequence.next(now) ──> SendAttempt(url, timeout_s) ──> the client sends, updates `CircuitBreakers`
-                            ├─> RetryPause(seconds)         ──> the client sleeps
-                            └─> None                        ──> the client raises its last error
+    RetrySequence.next_step(now) ──> SendAttempt(url, timeout_s) ──> the client sends, and records the result
+                                 ├─> RetryPause(seconds)         ──> the client sleeps
+                                 └─> None                        ──> the client raises its last error
 
 The key of an embedding is a digest of the media item's content, so a retry returns the same embedding. Every
 attempt may be repeated at any service.
@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
-from cornplug.encoder_service.wire import engine_seal
+from cornplug.encoder_service.formats import engine_seal
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
 
@@ -40,6 +40,11 @@ MIN_ATTEMPT_S: Final = 0.005
 """Minimum remaining seconds for another attempt."""
 Random = Callable[[], float]
 """Function that returns a uniform value in [0, 1)."""
+_BUSY_STATUSES: Final = frozenset({429, 503})
+"""Statuses for an overloaded or draining service, or for a class that exceeds its share. Another service may
+accept the request now, or the same service may accept it later."""
+_FAILED_STATUSES: Final = frozenset({500, 504})
+"""Statuses for a request that failed or was too late. Another service may succeed."""
 
 
 def retry_after_s(value: object, *, now_s: float | None = None) -> float | None:
@@ -206,13 +211,6 @@ class RetrySequence:
 
 def _max_backoff_s(failures: int) -> float:
     return min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2.0 ** min(failures, 16))
-
-
-_BUSY_STATUSES: Final = frozenset({429, 503})
-"""Statuses for an overloaded or draining service, or for a class that exceeds its share. Another service may
-accept the request now, or the same service may accept it later."""
-_FAILED_STATUSES: Final = frozenset({500, 504})
-"""Statuses for a request that failed or was too late. Another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,12 @@ import threading
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
-
-import httpx
+from typing import Any, Final, Self, TypeVar, Unpack
 
 from cornplug.encoder_service.client.async_client import (
     CONCURRENCY,
     AsyncEncoderClient,
+    EncoderClientOptions,
     Item,
     MediaInput,
     Result,
@@ -29,9 +28,7 @@ from cornplug.encoder_service.client.async_client import (
 )
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.unix_client import SocketEncoder
-from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import CornplugError, EncoderUnavailable
-from cornplug.store.base import Store
 
 __all__ = ["AsyncEncoderClient", "EmbeddingRef", "EncoderClient", "SocketEncoder"]
 
@@ -46,28 +43,8 @@ class EncoderClient:
     client also works in a notebook. After a fork, the client cannot be used.
     """
 
-    def __init__(
-        self,
-        services: Services | None = None,
-        *,
-        store: Store | None = None,
-        deadline_s: float | None = None,
-        api_key: str | None = None,
-        app: str | None = None,
-        service_class: str | None = None,
-        decoding: Decoding | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._client = AsyncEncoderClient(
-            services,
-            store=store,
-            deadline_s=deadline_s,
-            api_key=api_key,
-            app=app,
-            service_class=service_class,
-            decoding=decoding,
-            transport=transport,
-        )
+    def __init__(self, services: Services | None = None, **options: Unpack[EncoderClientOptions]) -> None:
+        self._client = AsyncEncoderClient(services, **options)
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False

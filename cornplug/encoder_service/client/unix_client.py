@@ -7,7 +7,7 @@ or dies.
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
 
-Requests are sent only after the service has proved that it has the secret (`wire/messages.py`).
+Requests are sent only after the service has proved that it has the secret (`formats/messages.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_BYTES,
@@ -43,8 +43,10 @@ from cornplug.encoder_service.wire.messages import (
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
 from cornplug.local_socket import FrameBuffer, encode_frame
 
-_BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
-_MARGIN_S: Final = 5.0
+BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
+"""Pauses in seconds between attempts to reach a service. The last pause is repeated."""
+THREAD_MARGIN_S: Final = 5.0
+"""Seconds that a caller waits for the client's thread beyond the deadline."""
 MAX_OUTBOX_BYTES: Final = 512 << 20
 """Number of unsent bytes above which requests fail immediately. Otherwise a stopped service could make this
 process run out of memory."""
@@ -91,7 +93,7 @@ class SocketEncoder:
         """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
         # The thread completes the future by its deadline. The margin is for a machine with high load.
         described = cast(
-            DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
+            DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + THREAD_MARGIN_S)
         )
         return described.models
 
@@ -111,7 +113,7 @@ class SocketEncoder:
         with self._lock:
             self._closed = True
         self._wake()
-        self._thread.join(timeout=_MARGIN_S)
+        self._thread.join(timeout=THREAD_MARGIN_S)
 
     def __enter__(self) -> Self:
         return self
@@ -178,13 +180,13 @@ class SocketEncoder:
             # Requests fail immediately until the service has been verified.
             self._fail_all(error, refuse=not served)
             if not served:
-                self._sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                self._sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
                 attempt += 1
                 continue
             attempt = 0
             if error.reason != "encoder_down":
                 # A service that sent a bad response would send it again, so do not retry in a tight loop.
-                self._sleep(_BACKOFF_S[-1])
+                self._sleep(BACKOFF_S[-1])
         self._fail_all(self._down_error("this client was closed"), refuse=True)
         self._wake_receiver.close()
         self._wake_sender.close()

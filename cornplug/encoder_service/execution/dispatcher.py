@@ -24,20 +24,20 @@ from typing import Final, Literal
 import torch
 
 from cornplug.codec import PayloadKind
+from cornplug.encoder_service.admission import EncodeAdmission
+from cornplug.encoder_service.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
 from cornplug.encoder_service.execution.result_cache import ResultCache
-from cornplug.encoder_service.model_registry import LoadedModel
-from cornplug.encoder_service.request_observer import RequestObserver
-from cornplug.encoder_service.scheduling.admission import EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.towers.base import PassAbandoned, TowerItem
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     INTERNAL_ERROR_MESSAGE,
     EncodeRefusal,
     EncodeReply,
     WireTensor,
 )
-from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.encoder_service.formats.tensors import to_wire
+from cornplug.encoder_service.model_registry import LoadedModel
+from cornplug.encoder_service.request_observer import RequestObserver
+from cornplug.encoder_service.towers.base import PassAbandoned, TowerItem
 from cornplug.errors import ReplicaLost
 
 Origin = Literal["computed", "coalesced", "cached"]

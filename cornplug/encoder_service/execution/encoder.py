@@ -21,9 +21,18 @@ import msgspec
 
 from cornplug import identity
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.admission import AdmissionRefusal, EncodeAdmission
+from cornplug.encoder_service.batcher import Batcher, EncodeJob, EncodeResult, PendingRequest
 from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, ReplySender
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor, WeightReloader
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.fair_queue import MAX_WAITING, QueueLimit
+from cornplug.encoder_service.formats.messages import (
+    INTERNAL_ERROR_MESSAGE,
+    EncodeReply,
+    EncodeRequest,
+    ServedModel,
+)
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.decode_lanes import (
     BudgetShare,
@@ -32,17 +41,8 @@ from cornplug.encoder_service.preprocess.decode_lanes import (
     DecodeLimits,
 )
 from cornplug.encoder_service.request_observer import NO_TRACING, RequestObserver, RequestTracing
-from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, EncodeResult, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.service_metrics import ServiceGauges, ServiceMetrics
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.wire.messages import (
-    INTERNAL_ERROR_MESSAGE,
-    EncodeReply,
-    EncodeRequest,
-    ServedModel,
-)
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 

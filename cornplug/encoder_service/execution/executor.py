@@ -26,9 +26,9 @@ from typing import Final, Protocol
 
 import torch
 
+from cornplug.encoder_service.formats.messages import ServedModel
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.towers.base import PassScheduler, TowerItem, TowerPass
-from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, EncoderRefused
 
 _LONG_TOKENS: Final = 16_384

@@ -21,19 +21,19 @@ from PIL import Image
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.admission import AdmissionRefusal
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.media.image import DECODE_ERRORS
+from cornplug.encoder_service.formats.image import DECODE_ERRORS
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest
 from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, decode_cost
 from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preparer import (
     MediaPreparer,
     MediaSource,
-    PreprocessedMedia,
+    PreprocessedMediaItem,
     UndecodedMedia,
 )
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, ServiceClass
 from cornplug.settings import MAX_DEADLINE_S
@@ -46,7 +46,7 @@ _WORK_PER_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, 
 
 
 def estimate_cost(modality: Modality, contents: Sequence[bytes]) -> int:
-    """Return the estimated decoding cost, in the unit of `decode_lanes.work_of`.
+    """Return the estimated decoding cost, in the unit of `decode_lanes.decode_cost`.
 
     `contents` is the file, or the images of a video.
     """
@@ -97,7 +97,7 @@ class MediaIntake:
         inline: bool,
         end_s: float,
         budget_share: BudgetShare,
-    ) -> PreprocessedMedia:
+    ) -> PreprocessedMediaItem:
         """Read a media item and return it: with the reply if it is cached, or else preprocessed for the
         tower.
 
@@ -109,20 +109,20 @@ class MediaIntake:
         def look_up(request: EncodeRequest) -> EncodeReply | None:
             return self._encoder.reply_from_cache(request, inline=inline, caller=caller)
 
-        def opened() -> PreprocessedMedia | tuple[UndecodedMedia, Modality, int]:
+        def opened() -> PreprocessedMediaItem | tuple[UndecodedMedia, Modality, int]:
             source = read_source()
             medium = preparer.open(source)
             known = medium.look_up_cached(look_up)
             return known or (medium, source.modality, estimate_cost(source.modality, source.contents))
 
-        def run(context: PreprocessContext) -> PreprocessedMedia:
+        def run(context: PreprocessContext) -> PreprocessedMediaItem:
             output = medium.prepare(context, look_up)
             # Replace the estimate from the header with the actual size.
             budget_share.resize(sum(tensor.nbytes for tensor in output.inputs.values()))
             return output
 
         found = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
-        if isinstance(found, PreprocessedMedia):
+        if isinstance(found, PreprocessedMediaItem):
             return found
         medium, modality, cost = found
         self.check_admission(caller.qos, end_s)

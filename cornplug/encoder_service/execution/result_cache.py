@@ -22,9 +22,9 @@ from typing import Final
 import torch
 
 from cornplug.codec import PayloadKind
+from cornplug.encoder_service.formats.messages import WireTensor
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.encoder_service.towers.base import tensor_from_bytes
-from cornplug.encoder_service.wire.messages import WireTensor
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store, Tier
 from cornplug.store.messages import MAX_COST_S

@@ -30,9 +30,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.engine_seal import SealChecker
 from cornplug.encoder_service.http.responses import HttpRefusal, refusal_response
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.engine_seal import SealChecker
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
@@ -105,10 +105,10 @@ class AccessControlMiddleware:
             return
         self._count_refusal(refusal.reason)
         self._audit.log_refusal(request, refusal.reason)
-        answer = refusal_response(HttpRefusal.from_error(refusal))
+        response = refusal_response(HttpRefusal.from_error(refusal))
         if refusal.reason == "unauthorized":
-            answer.headers["www-authenticate"] = "Bearer"
-        await answer(scope, receive, send)
+            response.headers["www-authenticate"] = "Bearer"
+        await response(scope, receive, send)
 
     def _check_engine(self, scope: Scope, headers: Headers) -> EncoderRefused | None:
         try:
@@ -200,20 +200,21 @@ class DrainState:
 class DrainMiddleware:
     """ASGI middleware that counts POST requests in flight. After `close`, it refuses new POST requests.
 
-    `still` contains path suffixes that are never refused, because requests in flight depend on them.
+    Paths that end with one of the `exempt_suffixes` are never refused, because requests in flight depend on
+    them.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         gate: DrainState,
-        still: tuple[str, ...] = (),
+        exempt_suffixes: tuple[str, ...] = (),
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._app = app
         self._count_refusal = count
         self._state = gate
-        self._exempt_suffixes = still
+        self._exempt_suffixes = exempt_suffixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (

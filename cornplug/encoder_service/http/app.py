@@ -30,6 +30,9 @@ from cornplug.encoder_service import sglang_server
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.engine_seal import SealChecker
+from cornplug.encoder_service.formats.messages import INTERNAL_ERROR_MESSAGE
 from cornplug.encoder_service.http import openapi
 from cornplug.encoder_service.http.access_control import (
     DRAINING_REFUSAL,
@@ -52,9 +55,6 @@ from cornplug.encoder_service.http.responses import EncodeAnswer, HttpRefusal, r
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediaLimits
 from cornplug.encoder_service.request_observer import TracingMiddleware
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.engine_seal import SealChecker
-from cornplug.encoder_service.wire.messages import INTERNAL_ERROR_MESSAGE
 from cornplug.errors import EncoderRefused, MediaError
 
 
@@ -109,7 +109,7 @@ def create_app(
     app.add_middleware(
         DrainMiddleware,
         gate=drain_state,
-        still=("/scheduler_receive_url",),
+        exempt_suffixes=("/scheduler_receive_url",),
         count=encoder.metrics.count_refusal,
     )
     app.add_middleware(TracingMiddleware, tracing=encoder.observer.tracing)
@@ -191,10 +191,10 @@ def _add_error_handlers(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> 
     @app.exception_handler(HTTPException)
     async def http(_: Request, e: HTTPException) -> Response:
         reason = {404: "not_found", 405: "method_not_allowed"}.get(e.status_code, "bad_input")
-        answer = refusal_response(HttpRefusal(reason=reason, message=str(e.detail)))
+        response = refusal_response(HttpRefusal(reason=reason, message=str(e.detail)))
         headers: Mapping[str, Any] = e.headers or {}
-        answer.headers.update(headers)
-        return answer
+        response.headers.update(headers)
+        return response
 
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:

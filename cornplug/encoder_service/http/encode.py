@@ -6,7 +6,7 @@ If a client disconnects, this module cancels the work on its request, because uv
     read ─> fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
 
 The module also has the route `POST /v1/engine`, for engines on other hosts that have the secret. Its requests
-and replies are sealed (`wire.messages`), and `access_control` has checked the proof in their headers. The
+and replies are sealed (`formats.messages`), and `access_control` has checked the proof in their headers. The
 service trusts the embedding keys that these engines send. The reply contains the embedding itself, because
 the engines use another store. Engines without a tower send the media item and receive the handle and the
 embedding.
@@ -30,29 +30,15 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import effective_salt
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake, cap_deadline_s
-from cornplug.encoder_service.http import requests, responses
-from cornplug.encoder_service.http.access_control import ENGINE_CLASS, SEAL_SCOPE_KEY
-from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedia
-from cornplug.encoder_service.http.responses import EncodedMedia, HttpRefusal, Outcome
-from cornplug.encoder_service.http.url_fetcher import UrlFetcher
-from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, ByteBudget
-from cornplug.encoder_service.preprocess.preparer import (
-    DEFAULT_SAMPLING,
-    HTTP_APP,
-    MediaPreparer,
-    MediaSource,
-    PreprocessedMedia,
-    unknown_model_error,
-)
-from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.engine_seal import (
+from cornplug.encoder_service.formats import messages
+from cornplug.encoder_service.formats.engine_seal import (
     HANDLE_LIFETIME_S,
     MEDIA_TYPE,
     EmbeddingHandle,
     EngineSeal,
     InvalidSeal,
 )
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     PROTOCOL_VERSION,
     Decoding,
     DescribeReply,
@@ -63,6 +49,20 @@ from cornplug.encoder_service.wire.messages import (
     MediaRefusal,
     MediaReply,
     MediaRequest,
+)
+from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.http.access_control import ENGINE_CLASS, SEAL_SCOPE_KEY
+from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMediaItem
+from cornplug.encoder_service.http.responses import EncodedMedia, HttpRefusal, Outcome
+from cornplug.encoder_service.http.url_fetcher import UrlFetcher
+from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare, ByteBudget
+from cornplug.encoder_service.preprocess.preparer import (
+    DEFAULT_SAMPLING,
+    HTTP_APP,
+    MediaPreparer,
+    MediaSource,
+    PreprocessedMediaItem,
+    unknown_model_error,
 )
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
@@ -169,7 +169,9 @@ class EncodeRoute:
                 reason="unknown_model",
                 message=f"unknown image decoding {request.decoding[:100]}; update this service",
             )
-        source = RequestMedia(modality=request.modality, suffix="_url", content=request.url or request.data)
+        source = RequestMediaItem(
+            modality=request.modality, suffix="_url", content=request.url or request.data
+        )
         caller = QosCaller(qos=self._encoder.classes.class_of_app(request.app), app=request.app)
         deadline_s = cap_deadline_s(request.deadline_s)
         parsed = ParsedRequest(
@@ -225,12 +227,12 @@ class EncodeRoute:
             prepared = _without_pixels(prepared)
             # Cancelling this task cancels the future, so that no tower runs for a client that has
             # disconnected.
-            answer = await asyncio.wrap_future(submitted)
-        if isinstance(answer, EncodeRefusal):
-            return HttpRefusal.from_error(answer)
-        return EncodedMedia(reply=answer, dtype=prepared.dtype, handle=self._sign_handle(source, prepared))
+            reply = await asyncio.wrap_future(submitted)
+        if isinstance(reply, EncodeRefusal):
+            return HttpRefusal.from_error(reply)
+        return EncodedMedia(reply=reply, dtype=prepared.dtype, handle=self._sign_handle(source, prepared))
 
-    def _sign_handle(self, media: RequestMedia, prepared: PreprocessedMedia) -> str | None:
+    def _sign_handle(self, media: RequestMediaItem, prepared: PreprocessedMediaItem) -> str | None:
         request = prepared.request
         loaded = self._encoder.registry.find_by_identity(request.identity)
         if loaded is None:
@@ -249,8 +251,8 @@ class EncodeRoute:
         return handle.to_signed_text(self._secret)
 
     async def _fetch_and_prepare(
-        self, job: _HttpRequest, media: RequestMedia, budget_share: BudgetShare
-    ) -> PreprocessedMedia:
+        self, job: _HttpRequest, media: RequestMediaItem, budget_share: BudgetShare
+    ) -> PreprocessedMediaItem:
         left = job.end - time.monotonic()
         if left <= 0:
             raise EncoderRefused(f"{media.field}: the deadline passed before decoding", reason="too_late")
@@ -263,8 +265,8 @@ class EncodeRoute:
             return await self._prepare_media(job, media, fetched, budget_share)
 
     async def _prepare_media(
-        self, job: _HttpRequest, media: RequestMedia, fetched: bytes | None, budget_share: BudgetShare
-    ) -> PreprocessedMedia:
+        self, job: _HttpRequest, media: RequestMediaItem, fetched: bytes | None, budget_share: BudgetShare
+    ) -> PreprocessedMediaItem:
         asked = job.parsed
         # Whether the item is a video that was sent as images.
         as_frames = media.modality == "video" and media.is_frames
@@ -306,7 +308,7 @@ def _parse_decoding(name: str) -> Decoding:
     return found
 
 
-def _without_pixels(prepared: PreprocessedMedia) -> PreprocessedMedia:
+def _without_pixels(prepared: PreprocessedMediaItem) -> PreprocessedMediaItem:
     """Return the media item with only its grid, so that the encoder can free the pixels when it is done."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
@@ -351,9 +353,9 @@ class EngineRoute:
         deadline_s = cap_deadline_s(request.deadline_s)
         request = msgspec.structs.replace(request, deadline_s=deadline_s)
         # Cancelling this task cancels the future, so that no tower runs for an engine that has disconnected.
-        answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
+        reply = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
         # `stored` refers to this host's store. The engine saves the rows in its own store.
-        return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
+        return msgspec.structs.replace(reply, stored=False) if isinstance(reply, EncodeReply) else reply
 
     def _open_request(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
         """Decode a sealed request. Return None if the engine uses another protocol version, in which case the

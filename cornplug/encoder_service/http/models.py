@@ -33,18 +33,37 @@ from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.formats.messages import ServedModality, ServedModel
 from cornplug.encoder_service.http import openapi
 from cornplug.encoder_service.http.access_control import DrainState
 from cornplug.encoder_service.http.requests import MODALITIES
 from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource, PreprocessedMedia
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediaSource, PreprocessedMediaItem
 from cornplug.encoder_service.service_metrics import counter_totals
-from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CheckpointError, CornplugError, EncoderRefused
 
 Rows = Literal["fixed", "by medium"]
 _PROBE_SIZES: Final = ((224, 224), (896, 224))
 _FORWARDING_HEADERS: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+State = Literal["serving", "draining", "down"]
+MAX_APPS_SHOWN: Final = 20
+CONTENT_SECURITY_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_STATIC_FOLDER: Final = Path(__file__).with_name("static")
+_STATIC_CONTENT_TYPES: Final[Mapping[str, str]] = {
+    "index.html": "text/html; charset=utf-8",
+    "status.js": "text/javascript; charset=utf-8",
+    "status.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+_STATIC_HEADERS: Final = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 class ModalityRow(pydantic.BaseModel):
@@ -141,7 +160,7 @@ class ModelsRoute:
             return False
         return _input_geometry(square) == _input_geometry(wide)
 
-    def _prepare_blank_image(self, model: str, sides: tuple[int, int]) -> PreprocessedMedia:
+    def _prepare_blank_image(self, model: str, sides: tuple[int, int]) -> PreprocessedMediaItem:
         out = io.BytesIO()
         Image.new("RGB", sides).save(out, "BMP")
         source = MediaSource(
@@ -155,7 +174,7 @@ def as_modality(name: str) -> Modality:
     return next(modality for modality in MODALITIES if modality == name)
 
 
-def _input_geometry(media: PreprocessedMedia) -> dict[str, object]:
+def _input_geometry(media: PreprocessedMediaItem) -> dict[str, object]:
     """Return the shapes of all inputs, and the values of integer inputs (grids, sizes, numbers of tiles)."""
     return {
         name: (tensor.shape, None if tensor.is_floating_point() else tensor.tolist())
@@ -230,27 +249,6 @@ async def _read_model_name(request: Request) -> str | None:
         raise EncoderRefused(f"body: {e.errors()[0]['msg'][:200]}", reason="bad_input") from None
 
 
-State = Literal["serving", "draining", "down"]
-MAX_APPS_SHOWN: Final = 20
-CONTENT_SECURITY_POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_STATIC_FOLDER: Final = Path(__file__).with_name("static")
-_CONTENT_TYPES: Final[Mapping[str, str]] = {
-    "index.html": "text/html; charset=utf-8",
-    "status.js": "text/javascript; charset=utf-8",
-    "status.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
-_HEADERS: Final = {
-    "content-security-policy": CONTENT_SECURITY_POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
-
-
 class AppRow(pydantic.BaseModel):
     """Number of results that were sent to one app since the start."""
 
@@ -309,10 +307,10 @@ class StatusReport:
         """Return the fields of an `Overview` of the current state."""
         encoder, meters = self._encoder, self._encoder.metrics
         alive, total = meters.gauges.executors()
-        answers = counter_totals(meters.replies)
+        replies = counter_totals(meters.replies)
         apps: dict[str, int] = {}
         origins = {"computed": 0, "coalesced": 0, "cached": 0}
-        for (app, origin, _), count in answers.items():
+        for (app, origin, _), count in replies.items():
             apps[app] = apps.get(app, 0) + int(count)
             origins[origin] += int(count)
         return {
@@ -344,7 +342,7 @@ class StatusReport:
 def status_router(report: StatusReport) -> APIRouter:
     """Return the routes for `/v1/status` and for the status page."""
     routes = APIRouter()
-    files = {name: (_STATIC_FOLDER / name).read_bytes() for name in _CONTENT_TYPES}
+    files = {name: (_STATIC_FOLDER / name).read_bytes() for name in _STATIC_CONTENT_TYPES}
 
     @routes.get("/v1/status", response_model=Overview)
     async def status() -> Response:
@@ -361,6 +359,6 @@ def status_router(report: StatusReport) -> APIRouter:
         return _file(name) if name in files else Response(status_code=404)
 
     def _file(name: str) -> Response:
-        return Response(files[name], headers={**_HEADERS, "content-type": _CONTENT_TYPES[name]})
+        return Response(files[name], headers={**_STATIC_HEADERS, "content-type": _STATIC_CONTENT_TYPES[name]})
 
     return routes

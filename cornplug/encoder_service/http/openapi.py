@@ -11,10 +11,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cornplug.encoder_service.formats import engine_seal
 from cornplug.encoder_service.http.access_control import OPEN_PATHS
 from cornplug.encoder_service.http.requests import MODALITIES, EncodeBody
 from cornplug.encoder_service.http.responses import ErrorAnswer
-from cornplug.encoder_service.wire import engine_seal
 
 Responses = Mapping[int | str, Mapping[str, Any]]
 _REF: Final = "#/components/schemas/"

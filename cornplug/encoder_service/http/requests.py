@@ -25,12 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.formats import engine_seal
 from cornplug.encoder_service.http.access_control import ENGINE_CLASS, SEAL_SCOPE_KEY
 from cornplug.encoder_service.http.responses import HttpRefusal, refusal_response
 from cornplug.encoder_service.preprocess.decode_lanes import ByteBudget
 from cornplug.encoder_service.preprocess.preparer import media_bytes
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
-from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
 
@@ -43,6 +43,27 @@ _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
 _MAX_SHOWN_CHARS: Final = 200
 """Maximum number of characters of a client's value in an error message."""
+BODY_DEADLINE_S: Final = 30.0
+"""Maximum seconds for receiving the body of an HTTP request."""
+_MAX_BODIES_BYTES: Final = 1 << 30
+"""Maximum total bytes of bodies in memory, unless `_MIN_BODIES` bodies need more. Half of it is divided
+among the service classes by their shares, and a quarter is reserved for engines."""
+_MIN_BODIES: Final = 4
+"""Minimum capacity of the budget, as a number of bodies of the maximum size."""
+MAX_VIDEO_IMAGES: Final = 4096
+"""Maximum number of images in a video that is sent as images."""
+_FORM_OVERHEAD_BYTES: Final = 64 << 10
+_SMALL_BYTES: Final = 64 << 10
+"""Maximum bytes of a body on a route that does not accept media."""
+_MAX_MEDIA: Final = 256
+"""Maximum number of media items in one request. Only SGLang's servers send several
+(`sglang_delivery.EncodePart`)."""
+_QUOTES_PER_ITEM: Final = 32
+"""Maximum number of quotation marks for one media item. An item has at most five fields, each with four
+quotation marks for its name and value."""
+_BRACKETS_PER_ITEM: Final = 4
+_ENGINE_FRACTION: Final = 0.25
+_CLASS_FRACTION: Final = 0.5
 
 
 class BodyParser:
@@ -119,14 +140,14 @@ class EncodeBody(pydantic.BaseModel):
             raise ValueError(f"set exactly one of {', '.join(MODALITIES)}")
         return self
 
-    def request_media(self) -> RequestMedia:
+    def request_media(self) -> RequestMediaItem:
         """Return the media item."""
         (modality,) = (modality for modality in MODALITIES if modality in self.model_fields_set)
-        return RequestMedia(modality=modality, content=getattr(self, modality))
+        return RequestMediaItem(modality=modality, content=getattr(self, modality))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestMedia:
+class RequestMediaItem:
     """Media item of a request: the bytes of a file, or a JSON string (base64 or a URL)."""
 
     modality: Modality
@@ -168,7 +189,7 @@ class ParsedRequest:
     """Validated request to `/v1/encode`, or an engine's request in the same form."""
 
     model: str
-    media: RequestMedia
+    media: RequestMediaItem
     cache_salt: str | None
     inline: bool
     deadline_s: float | None
@@ -192,7 +213,7 @@ async def read_request(request: Request, parser: BodyParser, qos: ServiceClass) 
 
 
 async def _read_form(request: Request) -> ParsedRequest:
-    source: RequestMedia | None = None
+    source: RequestMediaItem | None = None
     fields: dict[str, str] = {}
     try:
         parser = _InMemoryFormParser(
@@ -205,7 +226,7 @@ async def _read_form(request: Request) -> ParsedRequest:
         async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
-                    source = RequestMedia(modality=name, content=await value.read())
+                    source = RequestMediaItem(modality=name, content=await value.read())
                 elif isinstance(value, UploadFile) or name in MODALITIES:
                     raise _bad_input(
                         f"{name[:_MAX_SHOWN_CHARS]}: send the medium as a file named image, video or audio"
@@ -224,7 +245,7 @@ async def _read_form(request: Request) -> ParsedRequest:
     return _build_request(_validate({**fields, source.modality: ""}), source)
 
 
-def _build_request(body: EncodeBody, media: RequestMedia) -> ParsedRequest:
+def _build_request(body: EncodeBody, media: RequestMediaItem) -> ParsedRequest:
     sampling = FrameSampling(fps=body.fps, num_frames=body.num_frames)
     if sampling != FrameSampling() and media.modality != "video":
         raise _bad_input("fps, num_frames: this request has no video")
@@ -251,29 +272,6 @@ def _validate(value: bytes | Mapping[str, Any]) -> EncodeBody:
 
 def _bad_input(message: str) -> EncoderRefused:
     return EncoderRefused(message, reason="bad_input")
-
-
-BODY_DEADLINE_S: Final = 30.0
-"""Maximum seconds for receiving the body of an HTTP request."""
-_MAX_BODIES_BYTES: Final = 1 << 30
-"""Maximum total bytes of bodies in memory, unless `_MIN_BODIES` bodies need more. Half of it is divided
-among the service classes by their shares, and a quarter is reserved for engines."""
-_MIN_BODIES: Final = 4
-"""Minimum capacity of the budget, as a number of bodies of the maximum size."""
-MAX_VIDEO_IMAGES: Final = 4096
-"""Maximum number of images in a video that is sent as images."""
-_FORM_OVERHEAD_BYTES: Final = 64 << 10
-_SMALL_BYTES: Final = 64 << 10
-"""Maximum bytes of a body on a route that does not accept media."""
-_MAX_MEDIA: Final = 256
-"""Maximum number of media items in one request. Only SGLang's servers send several
-(`sglang_delivery.EncodePart`)."""
-_QUOTES_PER_ITEM: Final = 32
-"""Maximum number of quotation marks for one media item. An item has at most five fields, each with four
-quotation marks for its name and value."""
-_BRACKETS_PER_ITEM: Final = 4
-_ENGINE_FRACTION: Final = 0.25
-_CLASS_FRACTION: Final = 0.5
 
 
 class JsonMarkLimit:
@@ -314,9 +312,9 @@ class BodyLimitMiddleware:
     """Middleware that limits bodies. A refused request gets a JSON reply, and its connection is closed.
 
     head   Content-Length must not exceed the path's limit.
-    body   Each piece is checked before it is kept. Limited are the bytes of the body, the bytes of all bodies
-           of its class, and for JSON the number of values, because a parser's objects are fifty times as
-           large as the text.
+    body   Each piece is checked before it is kept. The limits apply to the bytes of the body, to the bytes of
+           all bodies of its class, and for JSON to the number of values, because a parser's objects are fifty
+           times as large as the text.
     time   The whole body must arrive within `BODY_DEADLINE_S` seconds.
     """
 

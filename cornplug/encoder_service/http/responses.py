@@ -11,8 +11,8 @@ import pydantic
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, status_of
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.messages import EncodeRefusal, EncodeReply, status_of
 from cornplug.errors import EncoderRefused, MediaError
 
 

@@ -30,9 +30,9 @@ import httpx
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.fair_queue import MAX_WAITING
 from cornplug.encoder_service.http.fetch_slots import FetchSlot, FetchSlots
 from cornplug.encoder_service.preprocess.decode_lanes import BudgetShare
-from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING
 from cornplug.errors import ConfigError, EncoderRefused
 from cornplug.qos import ServiceClass
 
@@ -251,12 +251,12 @@ class UrlFetcher:
         before: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
             url = self._check_url(field, text, before)
-            answer = await self._get_from_any_address(
+            body_or_redirect = await self._get_from_any_address(
                 field, await self._resolve(field, url, slot), budget_share
             )
-            if isinstance(answer, bytes):
-                return answer
-            before, text = url, answer
+            if isinstance(body_or_redirect, bytes):
+                return body_or_redirect
+            before, text = url, body_or_redirect
         raise EncoderRefused(f"{field}: more than {MAX_REDIRECTS} redirects", reason="remote_url")
 
     def _check_url(self, field: str, text: str, redirected_from: httpx.URL | None) -> httpx.URL:

@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Self, TypeVar
 
 from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.admission import AdmissionRefusal, EncodeAdmission
+from cornplug.encoder_service.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.fair_queue import MAX_WAITING, QueueLimit
+from cornplug.encoder_service.formats.messages import EncodeRequest
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess, SandboxedDecoder
 from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import MAX_WAITING, QueueLimit
 from cornplug.encoder_service.service_metrics import Queue
-from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 

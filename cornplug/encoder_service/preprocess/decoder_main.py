@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 from PIL import AvifImagePlugin, Image, _imaging
 
-from cornplug.encoder_service.media import audio, image, video
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.formats import audio, image, video
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess import decoders, jail
 from cornplug.errors import MediaError
 
@@ -119,12 +119,12 @@ class DecoderLoop:
         """Send the header to the service, and wait for its decision. Return the numbers of the frames to
         decode. Raises _JobStopped if the service decides not to decode the media item."""
         decoders.send(self._sock, opened)
-        answer, fd = decoders.receive(self._sock, decoders.ToDecoder)
+        decision, fd = decoders.receive(self._sock, decoders.ToDecoder)
         if fd is not None:
             os.close(fd)
-        if not isinstance(answer, decoders.DecodeGo):
+        if not isinstance(decision, decoders.DecodeGo):
             raise _JobStopped
-        return answer.indices
+        return decision.indices
 
 
 def _iter_bands(rgb: Image.Image) -> Iterator[bytes]:

@@ -21,12 +21,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
-from cornplug.encoder_service.media.image import RgbPixels
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.formats.audio import MAX_SAMPLES, AudioSamples
+from cornplug.encoder_service.formats.image import RgbPixels
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess import decoders, jail
 from cornplug.encoder_service.preprocess.decoders import MediaHeader, OnHeader, choose_frames
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import EncoderRefused, MediaError
 
 START_TIMEOUT_S: Final = 60.0

@@ -24,11 +24,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from cornplug.encoder_service.media import audio, image, video
-from cornplug.encoder_service.media.audio import AudioSamples
-from cornplug.encoder_service.media.image import RgbPixels
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats import audio, image, video
+from cornplug.encoder_service.formats.audio import AudioSamples
+from cornplug.encoder_service.formats.image import RgbPixels
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader, VideoLimits
 
 _RGB_BYTES: Final = 3 + 4
 """Bytes per pixel in the decoder's output, plus bytes per pixel in Pillow's memory."""
@@ -77,8 +77,8 @@ OnHeader = Callable[[MediaHeader], None]
 
 
 class MediaDecoder(Protocol):
-    """Decoder of media. Methods raise the same MediaErrors as `media.image`, `media.audio` and `media.video`,
-    and the errors of `on_header`."""
+    """Decoder of media. Methods raise the same MediaErrors as `formats.image`, `formats.audio` and
+    `formats.video`, and the errors of `on_header`."""
 
     def decode_image(
         self,
@@ -88,7 +88,7 @@ class MediaDecoder(Protocol):
         *,
         decoding: Decoding = DEFAULT_DECODING,
     ) -> RgbPixels:
-        """Return the pixels of an image, decoded by one of `media.image`'s rules."""
+        """Return the pixels of an image, decoded by one of `formats.image`'s rules."""
 
     def decode_audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 

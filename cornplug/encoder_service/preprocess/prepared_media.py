@@ -1,7 +1,7 @@
 """Preprocesses images, videos and audio, by the decoding rules of the model's engine and with the
 checkpoint's processor.
 
-Images are decoded by an engine's rule (`media.image`). For a video, the same frames are sampled as in the
+Images are decoded by an engine's rule (`formats.image`). For a video, the same frames are sampled as in the
 engine. Audio is resampled to the model's rate.
 """
 
@@ -19,8 +19,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.media.audio_resample import resample
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
+from cornplug.encoder_service.formats.audio_resample import resample
+from cornplug.encoder_service.formats.messages import Decoding
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader
 from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preprocessor import (
@@ -34,7 +35,6 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 )
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
 from cornplug.encoder_service.towers.log_mel import LogMelFeatures
-from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import CheckpointError, MediaError
 
 _PROBE_SIDES: Final = (64, 1024)
@@ -48,6 +48,20 @@ _MAX_CACHED_SHAPES: Final = 4096
 _MIN_PIXEL_COUNT: Final = 100_000
 """Threshold above which a "longest_edge" is a number of pixels, as in the Qwen families, instead of a
 side."""
+Sampler = Callable[[VideoHeader, FrameSampling], Sequence[int]]
+_FPS: Final = 2.0
+_MAX_FPS: Final = 30.0
+_MIN_FRAMES: Final = 4
+_MAX_FRAMES: Final = 768
+_VIDEO_BYTES_PER_PIXEL: Final = 12
+"""Maximum bytes of inputs per pixel of a frame: three float32 values, without resizing."""
+_MAX_CACHED_VIDEO_SHAPES: Final = 1024
+"""Maximum number of shapes whose grid is cached."""
+_FRAMES_PER_PATCH: Final = 2
+"""Number of consecutive frames that form one temporal patch in the Qwen families."""
+_MEL_BYTES_PER_SECOND: Final = 128 * 100 * 4
+_WINDOW_S: Final = 30.0
+"""Length in seconds of Whisper's window. Audio is padded to whole windows."""
 
 
 class ImagePreprocessor:
@@ -148,20 +162,6 @@ def _max_resized_pixels(processor: Any) -> int | None:
     size: Any = getattr(processor, "size", None) or {}
     longest = size.get("longest_edge")
     return longest if isinstance(longest, int) and longest > _MIN_PIXEL_COUNT else None
-
-
-Sampler = Callable[[VideoHeader, FrameSampling], Sequence[int]]
-
-_FPS: Final = 2.0
-_MAX_FPS: Final = 30.0
-_MIN_FRAMES: Final = 4
-_MAX_FRAMES: Final = 768
-_VIDEO_BYTES_PER_PIXEL: Final = 12
-"""Maximum bytes of inputs per pixel of a frame: three float32 values, without resizing."""
-_MAX_CACHED_VIDEO_SHAPES: Final = 1024
-"""Maximum number of shapes whose grid is cached."""
-_FRAMES_PER_PATCH: Final = 2
-"""Number of consecutive frames that form one temporal patch in the Qwen families."""
 
 
 class VideoPreprocessor:
@@ -299,11 +299,6 @@ SAMPLERS: Final[Mapping[str, Sampler]] = {
     "Qwen3VLVideoProcessor": _sample_qwen3,
 }
 """Samplers by the class name of a checkpoint's video processor, as in vLLM."""
-
-
-_MEL_BYTES_PER_SECOND: Final = 128 * 100 * 4
-_WINDOW_S: Final = 30.0
-"""Length in seconds of Whisper's window. Audio is padded to whole windows."""
 
 
 class AudioPreprocessor:

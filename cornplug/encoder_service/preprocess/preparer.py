@@ -32,6 +32,8 @@ from PIL import features
 
 from cornplug import identity
 from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.formats import messages
+from cornplug.encoder_service.formats.messages import Decoding, EncodeReply, EncodeRequest
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import (
     AudioPreprocessor,
@@ -47,8 +49,6 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     MediaPreprocessor,
     PreprocessContext,
 )
-from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.messages import Decoding, EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
 MAX_CACHED_FILES: Final = 32_768
@@ -84,12 +84,12 @@ class DecodedFile:
 
 
 class DecodedFileCache:
-    """Digests of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the memo
+    """Digests of decoded files, with at most `max_files` entries. Thread-safe. A tenant that fills the cache
     loses its own oldest entries.
     """
 
     def __init__(self, max_files: int = MAX_CACHED_FILES) -> None:
-        """Create an empty memo. If `max_files` is 0, nothing is remembered."""
+        """Create an empty cache. If `max_files` is 0, nothing is remembered."""
         self._max_files = max_files
         self._lock = threading.Lock()
         self._files = 0
@@ -136,7 +136,7 @@ class DecodedFileCache:
 
 
 def _tenant_key(salt: str | None) -> bytes | None:
-    """Return the tenant's key in the memo, or None without a salt. The key is a digest, because SGLang's
+    """Return the tenant's key in the cache, or None without a salt. The key is a digest, because SGLang's
     protocol does not limit the length of a salt.
     """
     return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
@@ -162,7 +162,7 @@ def _decoder_versions() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreprocessedMedia:
+class PreprocessedMediaItem:
     request: EncodeRequest
     """Request to the encoder. The request's own `inputs` are empty."""
     inputs: Inputs
@@ -251,7 +251,7 @@ class MediaPreparer:
 
     def prepare(
         self, source: MediaSource, context: PreprocessContext = IN_PROCESS_CONTEXT
-    ) -> PreprocessedMedia:
+    ) -> PreprocessedMediaItem:
         """Decode and preprocess a media item in the same way as its model's engine, without a cache lookup.
         Raises the same errors as `open` and `UndecodedMedia.prepare`."""
         return self.open(source).prepare(context)
@@ -294,7 +294,7 @@ class UndecodedMedia:
         self._secret = secret
         self._cached_file_key: bytes | None = None
 
-    def look_up_cached(self, look_up: LookUp) -> PreprocessedMedia | None:
+    def look_up_cached(self, look_up: LookUp) -> PreprocessedMediaItem | None:
         """Return the item with its reply if this tenant sent the same file before and the embedding is
         cached. Otherwise return None. Does not decode the item."""
         decoded = self._files.look_up(self._source.salt, self._file_key())
@@ -302,7 +302,7 @@ class UndecodedMedia:
 
     def prepare(
         self, context: PreprocessContext = IN_PROCESS_CONTEXT, look_up: LookUp | None = None
-    ) -> PreprocessedMedia:
+    ) -> PreprocessedMediaItem:
         """Decode the item. Return it with its reply if `look_up` returns one, otherwise preprocessed.
 
         `context` decodes the item, and may refuse it. Raises the same MediaErrors as the modality's
@@ -318,15 +318,15 @@ class UndecodedMedia:
             return cached
         return self._build_result(decoded, medium.preprocess())
 
-    def _with_cached_reply(self, decoded: DecodedFile, look_up: LookUp) -> PreprocessedMedia | None:
+    def _with_cached_reply(self, decoded: DecodedFile, look_up: LookUp) -> PreprocessedMediaItem | None:
         grid = self._preprocessor.shape_inputs(decoded.shape)
         if grid is None:
             return None
         made = self._build_result(decoded, grid)
-        answer = look_up(made.request)
-        return None if answer is None else replace(made, cached_reply=answer)
+        reply = look_up(made.request)
+        return None if reply is None else replace(made, cached_reply=reply)
 
-    def _build_result(self, decoded: DecodedFile, inputs: Inputs) -> PreprocessedMedia:
+    def _build_result(self, decoded: DecodedFile, inputs: Inputs) -> PreprocessedMediaItem:
         source, served = self._source, self._loaded.served
         wanted = self._loaded.checkpoint.family.inputs[source.modality]
         request = EncodeRequest(
@@ -338,7 +338,7 @@ class UndecodedMedia:
             app=source.app,
             deadline_s=source.deadline_s,
         )
-        return PreprocessedMedia(
+        return PreprocessedMediaItem(
             request=request,
             inputs={name: inputs[name] for name in wanted or inputs if name in inputs},
             dtype=served.dtype,

@@ -12,15 +12,20 @@ from typing import Any, Final, Literal, Protocol
 import torch
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.media.video import MAX_FRAMES, VideoLimits
+from cornplug.encoder_service.formats.messages import Decoding
+from cornplug.encoder_service.formats.video import MAX_FRAMES, VideoLimits
 from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
     MediaDecoder,
     MediaHeader,
     OnHeader,
 )
-from cornplug.encoder_service.wire.messages import Decoding
 from cornplug.errors import EncoderRefused
+
+Inputs = Mapping[str, torch.Tensor]
+"""Inputs of a tower, by the names that the processor uses."""
+MediaForm = Literal["file", "images"]
+"""Form in which a media item was sent: as a file, or (only a video) as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +61,6 @@ class FrameSampling:
             raise EncoderRefused(f"fps: must be above 0, not {self.fps}", reason="bad_input")
         if self.num_frames is not None and self.num_frames < 1:
             raise EncoderRefused(f"num_frames: must be at least 1, not {self.num_frames}", reason="bad_input")
-
-
-Inputs = Mapping[str, torch.Tensor]
-"""Inputs of a tower, by the names that the processor uses."""
-MediaForm = Literal["file", "images"]
-"""Form in which a media item was sent: as a file, or (only a video) as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.media.audio import Samples
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
+from cornplug.encoder_service.formats.audio import Samples
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader
 from cornplug.encoder_service.model_loader import CompiledTower
 from cornplug.encoder_service.model_registry import LoadedModel
 from cornplug.encoder_service.towers.decoderless import TRANSFORMERS_ERRORS, UNSUPPORTED_HINT
@@ -40,6 +40,10 @@ _PLACEHOLDERS: Final[Mapping[Modality, tuple[str, ...]]] = {
     "audio": ("audio_token",),
 }
 _WORD: Final = "a"
+_NON_SAMPLING_ARGUMENTS: Final = frozenset(
+    {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+)
+"""Arguments of transformers' `BaseVideoProcessor.preprocess` that are not passed on to `sample_frames`."""
 
 
 class WholeProcessor:
@@ -188,12 +192,6 @@ class WholeProcessor:
             )
         found = {name: made[name] for name in self.input_names if made.get(name) is not None}
         return {name: _tensor(value) for name, value in found.items()}
-
-
-_NON_SAMPLING_ARGUMENTS: Final = frozenset(
-    {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
-)
-"""Arguments of transformers' `BaseVideoProcessor.preprocess` that are not passed on to `sample_frames`."""
 
 
 def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:

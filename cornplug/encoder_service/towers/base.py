@@ -36,15 +36,26 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.wire.messages import WireTensor
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.messages import WireTensor
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
 from cornplug.identity import array_digest
 
-_MAX_NAMES_SHOWN = 5
+_MAX_NAMES_SHOWN: Final = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
 """Input of a tower: a tensor as bytes from another process, or a tensor from this process."""
 _thread: Final = threading.local()
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+}
+FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")
+INTEGER_DTYPES: Final = ("int64", "int32")
+BOOL_DTYPE: Final = "bool"
 
 
 def fill_weights(
@@ -68,11 +79,11 @@ def fill_weights(
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
     if missing:
-        raise CheckpointError(f"the checkpoint lacks {_format_names(missing)}", reason="bad_tensors")
+        raise CheckpointError(f"the checkpoint lacks {format_names(missing)}", reason="bad_tensors")
     unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
     if unexpected:
         raise CheckpointError(
-            f"the checkpoint has unknown tensors: {_format_names(unexpected)}", reason="bad_tensors"
+            f"the checkpoint has unknown tensors: {format_names(unexpected)}", reason="bad_tensors"
         )
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name in wanted:
@@ -87,9 +98,7 @@ def fill_weights(
         if loaded[name].shape != wanted[name].shape
     ]
     if wrong:
-        raise CheckpointError(
-            f"shapes do not match config.json: {_format_names(wrong)}", reason="bad_tensors"
-        )
+        raise CheckpointError(f"shapes do not match config.json: {format_names(wrong)}", reason="bad_tensors")
     module.load_state_dict(loaded, assign=True)
     module.eval().requires_grad_(False)
 
@@ -159,25 +168,6 @@ class TowerArchitecture(Protocol):
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Projector: ...
-
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "bool": torch.bool,
-}
-
-
-FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")
-
-
-INTEGER_DTYPES: Final = ("int64", "int32")
-
-
-BOOL_DTYPE: Final = "bool"
 
 
 def float_dtype(name: str) -> torch.dtype:
@@ -381,7 +371,8 @@ def _read_tensors(
     return out
 
 
-def _format_names(names: list[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names for an error message, and the number of the remaining names."""
     more = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -28,7 +28,8 @@ from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
-from cornplug.checkpoints.families.generic import NESTED_CONFIG_FIELD, is_other_modality
+from cornplug.checkpoints.generic_family import NESTED_CONFIG_FIELD, is_other_modality
+from cornplug.encoder_service.towers.base import format_names
 from cornplug.errors import CheckpointError
 
 DEEPSTACK_ARGUMENT: Final = "deepstack_visual_embeds"
@@ -52,7 +53,6 @@ _LOADABLE_DTYPES: Final = (
     torch.int64,
     torch.bool,
 )
-_MAX_NAMES_SHOWN: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED_CONFIG_FIELD.removesuffix('_config')}."
 """Prefix of tensor names in the model that `NESTED_CONFIG_FIELD` describes."""
 
@@ -232,7 +232,7 @@ def load_without_decoder(
         wrong = [*missing, *(str(row) for row in sorted(info["mismatched_keys"]))]
         raise CheckpointError(
             f"{checkpoint.path}: {found.__name__} needs "
-            f"{', '.join(map(str, wrong[:_MAX_NAMES_SHOWN]))}, which are "
+            f"{format_names(wrong)}, which are "
             "missing, of another shape, or part of the decoder or of another modality",
             reason="bad_tensors",
         )

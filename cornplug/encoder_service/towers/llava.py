@@ -43,6 +43,7 @@ _CONFIGS: Final[dict[str, Any]] = {
     "llava_next": LlavaNextConfig,
     "llava_onevision": LlavaOnevisionConfig,
 }
+VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
 
 class Llava:
@@ -78,7 +79,7 @@ class LlavaTiles:
 
 
 class LlavaProjector:
-    """Projector: (rows, width) -> (rows, hidden_size)."""
+    """Projector of LLaVA and InternVL: (rows, width) -> (rows, hidden_size)."""
 
     def __init__(self, linears: _Linears, *, activation: Activation) -> None:
         self._linears = linears
@@ -91,7 +92,7 @@ class LlavaProjector:
     @torch.inference_mode()
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
         rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
-        out = self._linears.linear_2(self._activation(self._linears.linear_1(rows)))
+        out = self._linears(rows, self._activation)
         return list(out.split([len(f) for f in features]))
 
 
@@ -161,6 +162,10 @@ class _Linears(nn.Module):
         self.linear_1 = nn.Linear(inner, hidden, bias=bias)
         self.linear_2 = nn.Linear(hidden, hidden, bias=bias)
 
+    def forward(self, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+        out: torch.Tensor = self.linear_2(activation(self.linear_1(rows)))
+        return out
+
 
 class _LinearsAndNewline(_Linears):
     def __init__(self, inner: int, hidden: int, bias: bool) -> None:
@@ -198,9 +203,6 @@ def _load_linears(
         )
     fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
     return linears, ACT2FN[config.projector_hidden_act]
-
-
-VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
 
 class VitLayers(nn.Module):
@@ -342,34 +344,14 @@ class InternVl:
         return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
 
     @staticmethod
-    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> InternVlProjector:
+    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlavaProjector:
         config = InternVLConfig.from_dict(checkpoint.config)
         with torch.device("meta"):
             linears = _NormAndLinears(
                 config.vision_config.hidden_size * _fold_factor(config) ** 2, config.text_config.hidden_size
             )
         fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
-        return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
-
-
-class InternVlProjector:
-    """Projector: (rows, 4 * width) -> (rows, hidden_size)."""
-
-    def __init__(
-        self, linears: _NormAndLinears, *, activation: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        self._linears = linears
-        self._activation = activation
-
-    @property
-    def hidden_size(self) -> int:
-        return self._linears.linear_2.out_features
-
-    @torch.inference_mode()
-    def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        rows = torch.cat([f.to(self._linears.linear_1.weight.device) for f in features])
-        inner = self._linears.linear_1(self._linears.layer_norm(rows))
-        return list(self._linears.linear_2(self._activation(inner)).split([len(f) for f in features]))
+        return LlavaProjector(linears, activation=ACT2FN[config.projector_hidden_act])
 
 
 class _Layers(nn.Module):
@@ -414,12 +396,13 @@ class _Layers(nn.Module):
         return cells.permute(0, 1, 3, 2, 4, 5).reshape(len(rows), down * across // fold**2, -1)
 
 
-class _NormAndLinears(nn.Module):
+class _NormAndLinears(_Linears):
     def __init__(self, inner: int, hidden: int) -> None:
-        super().__init__()
+        super().__init__(inner, hidden, bias=True)
         self.layer_norm = nn.LayerNorm(inner)
-        self.linear_1 = nn.Linear(inner, hidden)
-        self.linear_2 = nn.Linear(hidden, hidden)
+
+    def forward(self, rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return super().forward(self.layer_norm(rows), activation)
 
 
 def _fold_factor(config: InternVLConfig) -> int:

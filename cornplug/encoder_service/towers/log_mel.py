@@ -15,6 +15,9 @@ from transformers import WhisperFeatureExtractor
 from cornplug.errors import CheckpointError, MediaError
 
 Samples = npt.NDArray[np.float32]
+_MIN_FRAMES: Final = 3
+"""Minimum number of frames. With fewer frames, no row is left after a convolution of stride two and a
+pooling."""
 
 
 class LogMelFeatures(Protocol):
@@ -93,11 +96,6 @@ class ChunkedLogMel:
             "audio_features": mel.unflatten(1, (-1, context)).transpose(0, 1).contiguous(),
             "audio_lens": torch.tensor([min(frames - start, context) for start in starts]),
         }
-
-
-_MIN_FRAMES: Final = 3
-"""Minimum number of frames. With fewer frames, no row is left after a convolution of stride two and a
-pooling."""
 
 
 def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:

@@ -41,6 +41,9 @@ from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
 
+_IMAGE_INPUTS: Final = ("pixel_values", "image_grid_thw")
+_VIDEO_INPUTS: Final = ("pixel_values_videos", "video_grid_thw")
+
 
 class Qwen2Vl:
     """Loads a Qwen2-VL checkpoint."""
@@ -138,10 +141,6 @@ class _Qwen2Blocks(nn.Module):
 def _vision_config(checkpoint: Checkpoint) -> Qwen2VLVisionConfig:
     config = Qwen2VLConfig.from_dict(checkpoint.config)
     return config.vision_config
-
-
-_IMAGE_INPUTS: Final = ("pixel_values", "image_grid_thw")
-_VIDEO_INPUTS: Final = ("pixel_values_videos", "video_grid_thw")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ def _rows_after_convolution(frames: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperShape:
-    """Fields of a family's tower spec (`families.whisper`) that determine the encoder's
+    """Fields of a family's tower spec (`checkpoints/whisper_families.py`) that determine the encoder's
     shape."""
 
     num_mel_bins: int

@@ -17,21 +17,8 @@ from math import ceil
 from statistics import fmean
 from typing import Final
 
-from cornplug.planner.candidates.cells import (
-    MAX_TIERS,
-    PREFERRED_ENGINE,
-    CellSpec,
-    LatencyTier,
-    ProfileKey,
-    TierChain,
-    TimedConfig,
-    corrected_times,
-    drop_dominated_configs,
-    drop_redundant_estimates,
-    make_cell,
-    profile_key,
-    service_times,
-)
+from cornplug.planner.candidates.cells import CellSpec, build_cell
+from cornplug.planner.candidates.latency_tiers import MAX_TIERS, LatencyTier, TierChain
 from cornplug.planner.candidates.replica_configs import (
     MAX_BATCH,
     ReplicaConfig,
@@ -40,6 +27,16 @@ from cornplug.planner.candidates.replica_configs import (
     footprints,
 )
 from cornplug.planner.candidates.samples import CacheScenario, Samples, mean_idle_times
+from cornplug.planner.candidates.timed_configs import (
+    PREFERRED_ENGINE,
+    ProfileKey,
+    TimedConfig,
+    corrected_times,
+    drop_dominated_configs,
+    drop_redundant_estimates,
+    profile_key,
+    service_times,
+)
 from cornplug.planner.inputs import component_shapes, request_sampling
 from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
 from cornplug.planner.inputs.request_tables import stage_bound
@@ -193,7 +190,7 @@ class CellBuilder:
         # If two tiers cost the same, prefer the looser tier, which is sufficient.
         preference += TIGHT_TIER_PENALTY * (MAX_TIERS - tier.rank)
         start_s = self._start_s(service, footprint, users)
-        cell = make_cell(service, footprint, tier, rates, preference, has_times=True, start_s=start_s)
+        cell = build_cell(service, footprint, tier, rates, preference, has_times=True, start_s=start_s)
         return CellSpec(
             cell, service, footprint, tier, hardware.source, hardware, settings, self.rules.router
         )
@@ -278,7 +275,7 @@ class CellBuilder:
         preference = self._engine_penalty(footprint, users) if service.llm else 0.0
         tier = tiers.tiers[0]
         start_s = self._start_s(service, footprint, users)
-        cell = make_cell(service, footprint, tier, rates, preference, has_times=False, start_s=start_s)
+        cell = build_cell(service, footprint, tier, rates, preference, has_times=False, start_s=start_s)
         source = "; ".join(dict.fromkeys(p.source for p in profiles.values()))
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 

@@ -18,6 +18,7 @@ from itertools import product, starmap
 from typing import Final
 
 from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.component_shapes import ELEMENT_BYTES
 from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import (
     Component,
@@ -34,6 +35,12 @@ from cornplug.planner.perf_model.engine_spec import CellHardware, EngineSpec
 from cornplug.planner.plan import EngineSettings, KVGeometry, Parallelism
 
 ALL_STRUCTURES: Final[tuple[Structure, ...]] = ("monolith", "E+PD", "P+D", "E+P+D", "+G")
+CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
+"""Number of prompt tokens per iteration, by workload. Small chunks keep TPOT low, and large chunks increase
+throughput."""
+MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
+TP_WITHOUT_NVLINK: Final = 2
+PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
 
 
 @dataclass(frozen=True)
@@ -202,15 +209,6 @@ def _with_replacements(path: PathTemplate, known: tuple[Service, ...]) -> list[P
             others = [s for s in others if s.generator is None]
         found += [PathTemplate(path.structure, (*path.stages[:i], s, *path.stages[i + 1 :])) for s in others]
     return found
-
-
-CHUNK_TOKENS: Final[dict[Workload, int]] = {"online": 4096, "semi-online": 8192, "offline": 16384}
-"""Number of prompt tokens per iteration, by workload. Small chunks keep TPOT low, and large chunks increase
-throughput."""
-MAX_BATCH: Final[dict[Workload, int]] = {"online": 256, "semi-online": 256, "offline": 1024}
-TP_WITHOUT_NVLINK: Final = 2
-PRIORITY: Final[dict[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
-ELEMENT_BYTES: Final = 2
 
 
 @dataclass(frozen=True)

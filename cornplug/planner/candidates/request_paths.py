@@ -17,7 +17,6 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.candidates.cells import TimedConfig
 from cornplug.planner.candidates.replica_configs import PathTemplate, Service
 from cornplug.planner.candidates.samples import (
     CacheScenario,
@@ -28,6 +27,7 @@ from cornplug.planner.candidates.samples import (
     output_token_percentile,
     prompt_token_percentile,
 )
+from cornplug.planner.candidates.timed_configs import TimedConfig
 from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
 from cornplug.planner.inputs.request_tables import IdleTimes, LatencyBound, Slo, stage_bound

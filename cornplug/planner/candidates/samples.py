@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.candidates.cells import TimedConfig, service_times
 from cornplug.planner.candidates.replica_configs import ReplicaConfig, Service
+from cornplug.planner.candidates.timed_configs import TimedConfig, service_times
 from cornplug.planner.inputs import component_shapes, request_sampling
+from cornplug.planner.inputs.component_shapes import ELEMENT_BYTES
 from cornplug.planner.inputs.request_sampling import HitRates, RequestClass, RequestSamples, SampledRequest
 from cornplug.planner.inputs.request_tables import IdleReplica, IdleTimes, Percentile
 from cornplug.planner.inputs.schema import (
@@ -43,13 +44,20 @@ from cornplug.planner.inputs.schema import (
 from cornplug.planner.optimizer.optimization_problem import CacheLevel
 from cornplug.planner.perf_model.stations import Station, isolated_decode_s, isolated_prefill_s, off_device_s
 from cornplug.planner.plan import Parallelism
+from cornplug.settings import GIB
 
-GIB: Final = 1 << 30
-ELEMENT_BYTES: Final = 2
 Floats = NDArray[np.float64]
 _ITEMS_WITH_OWN_BIN: Final = 10_000
 """Number of most popular items that have their own bins. All other items share 200 bins per decade of ranks,
 with similar probabilities."""
+SAMPLE_SIZE: Final = 512
+QUANTILE: Final[Mapping[Percentile, float | None]] = {
+    "mean": None,
+    "p50": 0.5,
+    "p90": 0.9,
+    "p95": 0.95,
+    "p99": 0.99,
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ def cache_levels(
 ) -> tuple[CacheSizeOption, ...]:
     """Return all sizes of each cache whose size affects the hit rate of a class.
 
-    `llms` contains the language models by name. `encoders` is the result of `services.canonical_encoders`.
+    `llms` contains the language models by name. `encoders` is the result of
+    `replica_configs.canonical_encoders`.
     """
     found: list[CacheSizeOption] = []
     for encoder in {c.name: c for c in encoders.values()}:
@@ -246,16 +255,6 @@ def _characteristic_time(probability: Floats, count: Floats, cached: float) -> f
     return math.exp(high)
 
 
-SAMPLE_SIZE: Final = 512
-QUANTILE: Final[Mapping[Percentile, float | None]] = {
-    "mean": None,
-    "p50": 0.5,
-    "p90": 0.9,
-    "p95": 0.95,
-    "p99": 0.99,
-}
-
-
 @dataclass
 class Samples:
     """Samples of every class's requests, which are the same for every cache size.
@@ -265,7 +264,7 @@ class Samples:
     """
 
     encoders: Mapping[str, Component]
-    """Result of `services.canonical_encoders`."""
+    """Result of `replica_configs.canonical_encoders`."""
     seed: int
     idle_replicas: IdleReplicas | None = None
     """Idle replicas, required if an SLO bounds a slowdown."""
@@ -350,7 +349,7 @@ class IdleReplicas:
 
     components: Mapping[str, Component]
     encoders: Mapping[str, Component]
-    """Result of `services.canonical_encoders`."""
+    """Result of `replica_configs.canonical_encoders`."""
     gpus: Mapping[str, GpuSpec]
     rules: PlanRules
 

@@ -37,12 +37,18 @@ from cornplug.planner.inputs.schema import (
 _BYTES_PER_PARAMETER: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
 """Bytes per parameter of a linear layer, by quantisation. Four-bit weights have a scale and a zero point for
 each group of 128."""
+ELEMENT_BYTES: Final = 2
+"""Bytes per element of activations, embeddings and KV in 16-bit precision."""
 _NO_WEIGHTS_REASONS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"})
 _LAYER_PATTERN: Final = re.compile(r"layers\.(\d+)\.")
 Json = Mapping[str, Any]
 _LAYER_COUNT_KEYS: Final = ("depth", "num_hidden_layers", "encoder_layers")
 _WIDTH_KEYS: Final = ("embed_dim", "d_model", "hidden_size")
 _GATED_MLP: Final = ("qwen2_5_vl",)
+IMAGE_TOKENS: Final = 1024
+"""Placeholder for the number of tokens of an image, for models in which this number depends on the image's
+size. An image of 1024 x 1024 pixels has this number of tokens with Qwen3-VL's 32 x 32 pixels per token."""
+_QUANTISATIONS: Final = ("fp8", "awq", "gptq")
 
 
 def resolve(components: Sequence[Component]) -> list[Component]:
@@ -174,7 +180,7 @@ def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: in
 
 
 def kv_bytes_per_token(
-    shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = 2
+    shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = ELEMENT_BYTES
 ) -> int:
     """Return the KV bytes per token on one rank: 2 L n d B for L layers, n KV heads of size d, and B bytes
     per element. Heads are divided among the ranks, and repeated if there are more ranks than heads.
@@ -345,12 +351,6 @@ def _first_number(tower: Json, names: tuple[str, ...]) -> int:
 
 def _model_type(config: Json) -> str:
     return str(config.get("model_type", ""))
-
-
-IMAGE_TOKENS: Final = 1024
-"""Placeholder for the number of tokens of an image, for models in which this number depends on the image's
-size. An image of 1024 x 1024 pixels has this number of tokens with Qwen3-VL's 32 x 32 pixels per token."""
-_QUANTISATIONS: Final = ("fp8", "awq", "gptq")
 
 
 class KnownModelRow(InputTable):

@@ -27,6 +27,17 @@ from cornplug.planner.inputs.field_types import (
 )
 from cornplug.planner.inputs.llm_shape import LLMShape
 
+_ALLOWED_SIZES: Final[Mapping[str, tuple[float, ...]]] = {
+    "tp": (1, 2, 4, 8),
+    "pp": (1, 2, 4, 8),
+    "dp": (1, 2, 4, 8),
+    "dcp": (1, 2, 4, 8),
+    "pcp": (1, 2, 4, 8),
+    "shares": (0.25, 0.5, 1.0),
+}
+TP_DEGREES: Final = tuple(map(int, _ALLOWED_SIZES["tp"]))
+_SIZES_REMEDY: Final = "Choose from {allowed}, which let replicas pack exactly onto nodes."
+
 
 class TowerShape(InputTable):
     """Size of a vision or audio tower with its projector."""
@@ -168,15 +179,6 @@ class ComponentResources(InputTable):
     """URL path that returns status 200 when the server of `command` is ready."""
 
 
-_ALLOWED_SIZES: Final[Mapping[str, tuple[float, ...]]] = {
-    "tp": (1, 2, 4, 8),
-    "pp": (1, 2, 4, 8),
-    "dp": (1, 2, 4, 8),
-    "dcp": (1, 2, 4, 8),
-    "pcp": (1, 2, 4, 8),
-    "shares": (0.25, 0.5, 1.0),
-}
-TP_DEGREES: Final = tuple(map(int, _ALLOWED_SIZES["tp"]))
 SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
     "encoder": TowerShape,
     "llm": LLMShape,
@@ -186,7 +188,6 @@ SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
 SHAPE_KINDS: Final[Mapping[str, str]] = {
     kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
 }
-_SIZES_REMEDY: Final = "Choose from {allowed}, which let replicas pack exactly onto nodes."
 
 
 def _allowed_sizes_schema(key: str) -> dict[str, JsonValue]:
@@ -278,6 +279,11 @@ class Component(InputTable):
         if "D" in tasks and "P" not in tasks:
             return self.decode_quantisations or self.quantisations
         return self.quantisations
+
+    @property
+    def model_argument(self) -> str:
+        """Model for the command line of an engine."""
+        return self.model or str(self.checkpoint or self.name)
 
     @property
     def any_quantisations(self) -> set[Quantisation]:

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from cornplug.errors import ConfigError
-from cornplug.settings import parse_byte_size
+from cornplug.settings import GIB, parse_byte_size
 
 
 def field_error(key: str, problem: str, remedy: str) -> PydanticCustomError:
@@ -37,7 +37,7 @@ def _gib(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return parse_byte_size(value) / 2**30
+        return parse_byte_size(value) / GIB
     except ValueError as e:
         problem, _, remedy = str(e).partition(": ")
         raise field_error("", problem, f"{remedy[:1].upper()}{remedy[1:]}.") from None
@@ -168,8 +168,8 @@ Length = Annotated[
 Location = tuple[str | int, ...]
 """Location of a field: keys and list indices from the top of the input, such as ("applications", 0,
 "llm")."""
-
-_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
+"""TOML key that needs no quotation marks."""
 
 
 class InputError(ConfigError):
@@ -188,7 +188,7 @@ def field_path(location: Location) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         else:
-            text += ("." if text else "") + (part if _BARE_KEY.fullmatch(part) else f'"{part}"')
+            text += ("." if text else "") + (part if BARE_KEY.fullmatch(part) else f'"{part}"')
     return text or "the file"
 
 

@@ -14,6 +14,35 @@ from cornplug.planner.inputs.field_types import Count, InputTable, NonNegative, 
 
 Json = Mapping[str, Any]
 _EXPERT_KEYS: Final = ("experts", "experts_per_token")
+_LLAMA: Final[Json] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_DEFAULTS: Final[Mapping[str, Json]] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+"""Default values of transformers' config classes, by `model_type`. Published checkpoints with a tower omit
+these values in the part of config.json for the LLM."""
+_QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
+_HEAD_NORM_FAMILIES: Final = ("qwen3", "gemma3")
+_TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
+_EXPERT_COUNTS: Final = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 class LLMShape(InputTable):
@@ -91,37 +120,6 @@ class LLMShape(InputTable):
             return 0.0
         idle = self.parameters - self.active_parameters
         return idle * self.experts / (self.experts - self.experts_per_token)
-
-
-_LLAMA: Final[Json] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-_DEFAULTS: Final[Mapping[str, Json]] = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen2": {**_LLAMA, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-    },
-}
-"""Default values of transformers' config classes, by `model_type`. Published checkpoints with a tower omit
-these values in the part of config.json for the LLM."""
-
-_QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
-_HEAD_NORM_FAMILIES: Final = ("qwen3", "gemma3")
-_TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 def text_config(config: Json) -> Json:
@@ -243,9 +241,6 @@ def _experts(text: Json) -> _Experts:
     return _Experts(
         layers, number, _number(text, "num_experts_per_tok"), 3 * hidden * width, shared, hidden * number
     )
-
-
-_EXPERT_COUNTS: Final = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _is_sparse(text: Json, layer: int) -> bool:

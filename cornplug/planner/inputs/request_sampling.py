@@ -34,6 +34,11 @@ from cornplug.planner.inputs.schema import (
     Slo,
 )
 
+_NORMAL: Final = NormalDist()
+TraceFormat = Literal["azure", "mooncake", "csv"]
+T = TypeVar("T")
+_JSON_LINES_REMEDY: Final = "Mooncake traces contain one JSON object per line."
+
 
 @dataclass(frozen=True)
 class RequestClass:
@@ -122,12 +127,6 @@ class SampledRequest:
         """Number of prompt tokens that prefill computes. At least 1, because the engines always compute the
         last token."""
         return max(self.prompt_tokens - self.cached_tokens, 1)
-
-
-_NORMAL: Final = NormalDist()
-TraceFormat = Literal["azure", "mooncake", "csv"]
-T = TypeVar("T")
-_JSON_LINES_REMEDY: Final = "Mooncake traces contain one JSON object per line."
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ QUANTITIES: Final[tuple[Quantity, ...]] = ("ttft", "tpot", "e2e")
 SEND_SHARE: Final = 0.98
 """Fraction of the time until a job's deadline in which all of its requests are sent."""
 Slowdown = Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)]
+_HOURLY_SCHEMA: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
+BoundKind = tuple[str, bool]
+"""(percentile, whether the bound is a slowdown)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +205,6 @@ class Slo(PercentileBounds):
         return self
 
 
-_HOURLY_SCHEMA: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
-
-
 class RequestMedia(InputTable):
     """Media items that an encoder turns into prompt tokens."""
 
@@ -327,10 +327,6 @@ class RequestSpec(InputTable):
                 f"Remove {' and '.join(duplicates)}, or trace.",
             )
         return self
-
-
-BoundKind = tuple[str, bool]
-"""(percentile, whether the bound is a slowdown)."""
 
 
 @dataclass(frozen=True)

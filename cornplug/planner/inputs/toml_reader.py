@@ -18,7 +18,13 @@ from pydantic_core import ErrorDetails
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import cross_checks
-from cornplug.planner.inputs.field_types import InputError, Location, field_path, suggest_known_name
+from cornplug.planner.inputs.field_types import (
+    BARE_KEY,
+    InputError,
+    Location,
+    field_path,
+    suggest_known_name,
+)
 from cornplug.planner.inputs.schema import Histogram, InputTable, LogNormal, PlanInput
 
 _POSITION_SUFFIX: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
@@ -72,7 +78,6 @@ _STRING: Final = re.compile(
     r'"""(?:\\.|[^\\])*?"""(?:"{0,2})' + r"|'''.*?'''(?:'{0,2})" + r'|"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'",
     re.DOTALL,
 )
-_BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _SCALAR: Final = re.compile(r"[^,\]}\n#]+")
 _DOT: Final = re.compile(r"[ \t]*\.[ \t]*")
 
@@ -356,7 +361,7 @@ class _KeyScanner:
         keys: list[str] = []
         while True:
             self._skip(_BLANK)
-            if found := _BARE_KEY.match(self._text, self._offset):
+            if found := BARE_KEY.match(self._text, self._offset):
                 keys.append(found[0])
             else:
                 found = _STRING.match(self._text, self._offset)

@@ -45,12 +45,17 @@ from cornplug.planner.launch.engine_groups import (
     store_size_flags,
 )
 from cornplug.planner.plan import Deployment
+from cornplug.settings import GIB
 
 _CLOSED_REMARK: Final = (
     "Other hosts can reach this service, so it starts only with --allow-anonymous (launch.allow_anonymous of "
     "the plan's input), or with --require-key and keys."
 )
+TRACE_CHUNK_TOKENS: Final = 16
+"""Number of prompt tokens that one hash id in a trace of `vllm bench serve` represents."""
 Kind = Literal["store", "encoder", "engine", "router", "external"]
+FILE_NAME: Final = "commands.txt"
+_VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,7 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
     for number, host in enumerate(dict.fromkeys(s.host for s in pairs)):
         local = [s.group for s in pairs if s.host == host]
         # Reserve a buffer for each replica with all its ranks, because the server's pages contain all heads.
-        size = sum(transfers.buffer_bytes(group.kv) for group in local if group.kv) / 2**30
+        size = sum(transfers.buffer_bytes(group.kv) for group in local if group.kv) / GIB
         argv, env = tuple(transfers.lmcache_server(size)), {"PYTHONHASHSEED": "0"}
         found.append(
             LaunchCommand(
@@ -417,10 +422,6 @@ def _has_namespaces(deployment: Deployment) -> bool:
 def _round_down(share: float) -> float:
     """Round a share down to four digits, because the sum of all classes' shares must not exceed 1."""
     return math.floor(share * 1e4) / 1e4
-
-
-FILE_NAME: Final = "commands.txt"
-_VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def write(deployment: Deployment, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:

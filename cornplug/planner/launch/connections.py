@@ -41,6 +41,22 @@ ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
 MAX_SERVERS: Final = 750
 """Maximum number of servers per kind and host."""
+Transfer = Literal["nixl", "mooncake", "lmcache"]
+BUFFER_STEP: Final = 256 << 20
+MIN_PAGE_TOKENS: Final = 128
+LMCACHE_PORT: Final = 5655
+LMCACHE_HTTP_PORT: Final = 8855
+_VLLM_CONNECTOR: Final = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
+_VLLM_ROLE: Final = {"P": "kv_producer", "D": "kv_consumer"}
+_LLM_ENGINES: Final = ("vllm", "sglang")
+_OVERLOAD_TOLERANCE: Final = 1.1
+"""Factor by which the largest overload of a service may exceed the smallest possible overload if sockets are
+used."""
+ReplicaHost = tuple[str, str]
+"""(name of a group, host of the rank that serves requests)."""
+_SECRET_VARIABLE: Final = "CORNPLUG_STORE_SECRET_FILE"  # noqa: S105
+_SECRET_PLACEHOLDER: Final = "${SECRET_FILE}"  # noqa: S105
+SECRET_ENV: Final[Mapping[str, str]] = {_SECRET_VARIABLE: _SECRET_PLACEHOLDER}
 
 
 @dataclass(frozen=True)
@@ -178,17 +194,6 @@ def _host(names: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -
     return names[group.nodes, number]
 
 
-Transfer = Literal["nixl", "mooncake", "lmcache"]
-
-BUFFER_STEP: Final = 256 << 20
-MIN_PAGE_TOKENS: Final = 128
-LMCACHE_PORT: Final = 5655
-LMCACHE_HTTP_PORT: Final = 8855
-
-_VLLM_CONNECTOR: Final = {"nixl": "NixlConnector", "mooncake": "MooncakeConnector"}
-_VLLM_ROLE: Final = {"P": "kv_producer", "D": "kv_consumer"}
-
-
 def page_tokens(kv: KVGeometry) -> int:
     """Return the number of tokens in a KV page of an engine that transfers KV.
 
@@ -277,18 +282,8 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-_LLM_ENGINES: Final = ("vllm", "sglang")
-_OVERLOAD_TOLERANCE: Final = 1.1
-"""Factor by which the largest overload of a service may exceed the smallest possible overload if sockets are
-used."""
-
-ReplicaHost = tuple[str, str]
-"""(name of a group, host of the rank that serves requests)."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
 """(service, planned rate of requests to it) for several services."""
-_SECRET_VARIABLE: Final = "CORNPLUG_STORE_SECRET_FILE"  # noqa: S105
-_SECRET_PLACEHOLDER: Final = "${SECRET_FILE}"  # noqa: S105
-SECRET_ENV: Final[Mapping[str, str]] = {_SECRET_VARIABLE: _SECRET_PLACEHOLDER}
 
 
 @dataclass(frozen=True)

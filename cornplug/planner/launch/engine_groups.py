@@ -43,6 +43,13 @@ their host through the store."""
 _DRAIN_LIMITS_S: Final = (30, 600)
 
 Role = Literal["P", "D", "PD"]
+_ROUTER_POLICY: Final = {
+    "power_of_two": "power_of_two",
+    "random": "random",
+    # Plans of earlier versions have these policies.
+    "least_work": "power_of_two",
+    "join_shortest_queue": "power_of_two",
+}
 
 
 @dataclass(frozen=True)
@@ -238,15 +245,6 @@ def _drain_s(targets: list[LatencyTargets]) -> int:
     return min(max(math.ceil(max(longest, default=60.0)), least), most)
 
 
-_ROUTER_POLICY: Final = {
-    "power_of_two": "power_of_two",
-    "random": "random",
-    # Plans of earlier versions have these policies.
-    "least_work": "power_of_two",
-    "join_shortest_queue": "power_of_two",
-}
-
-
 @dataclass(frozen=True)
 class RouterPool:
     """Identical engines behind one router: a group, or a pair of prefill and decode groups."""
@@ -340,12 +338,12 @@ def route_entries(
     tenant, "cache_salt" is its name. Addresses in `unready_urls` are omitted if the class has other
     addresses.
     """
-    priority = {f"{one.app}/{one.request}": -one.priority for one in deployment.latency_forecasts}
+    priority = {one.class_name: -one.priority for one in deployment.latency_forecasts}
     address = {router.pool: router.url for router in front}
     rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for route in deployment.routes:
         for pool, share in pools_of(deployment, route):
-            rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
+            rates[route.class_name][address[pool]] += route.rate * share
     salts = {app.name: {"cache_salt": app.tenant} for app in deployment.applications if app.tenant}
     return {
         name: {

@@ -5,7 +5,8 @@ restarted, with exponential backoff and a limit. From Python:
 
     deployment = Deployment.load(Path("plan.json"))
     run_dir = Path("/tmp/x")
-    with running(deployment, local_commands(deployment, run_dir=run_dir), run_dir=run_dir) as processes:
+    commands = local_commands(deployment, run_dir=run_dir)
+    with run_commands(deployment, commands, run_dir=run_dir) as processes:
         ...
 """
 
@@ -45,6 +46,9 @@ READY_S: Final = 1800.0
 """Maximum time in seconds until a server is ready. A server may load hundreds of gigabytes from a slow
 disk."""
 _PROBE_TIMEOUT_S: Final = 60.0
+_STOP_ORDER: Final = ("router", "external", "engine", "encoder", "store")
+"""Order in which processes are stopped: clients before their servers."""
+_POLL_S: Final = 0.2
 
 
 class CommandProcess(ManagedProcess):
@@ -287,11 +291,6 @@ class Supervisor:
         supervised.starting = True
         supervised.process.spawn()
         self._on_event(supervised.process, "starting")
-
-
-_STOP_ORDER: Final = ("router", "external", "engine", "encoder", "store")
-"""Order in which processes are stopped: clients before their servers."""
-_POLL_S: Final = 0.2
 
 
 @contextmanager

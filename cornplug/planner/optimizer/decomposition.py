@@ -25,8 +25,9 @@ import numpy as np
 from pulp import LpContinuous, lpSum
 
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PathVariant, SolveProgress
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import Values
-from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, is_within_gap, relax
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, is_within_gap, relax
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 BuildModel = Callable[[OptimizationProblem], PoolModel]

@@ -17,8 +17,9 @@ from pulp import lpSum
 from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.optimization_problem import CapacityShortfall, OptimizationProblem
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import counted_switches
-from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 UNLIMITED_NODES = 10**6
@@ -214,15 +215,15 @@ def _network(pool: OptimizationProblem) -> Relaxation:
 
     def excess(model: PoolModel) -> Any:
         over = model.add_real("over")
-        room = lpSum(share * n.nic * model.z[n.name] for n in pool.nodes if n.nic < inf)
-        model.add("over[network]", lpSum(size[v] * phi for v, phi in model.phi.items()) - room <= over)
+        capacity = lpSum(share * n.nic * model.z[n.name] for n in pool.nodes if n.nic < inf)
+        model.add("over[network]", lpSum(size[v] * phi for v, phi in model.phi.items()) - capacity <= over)
         return over
 
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = sum(size[v] * (phi.varValue or 0.0) for v, phi in model.phi.items())
-        room = sum(share * n.nic * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
+        capacity = sum(share * n.nic * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
         yield CapacityShortfall(
-            "network", room, needed, "bytes/s", "Use faster network cards, or fewer separate stages."
+            "network", capacity, needed, "bytes/s", "Use faster network cards, or fewer separate stages."
         )
 
     return Relaxation(replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes)), excess, tell)
@@ -236,8 +237,10 @@ def _memory(pool: OptimizationProblem) -> Relaxation:
 
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = sum(size[name] * (w.varValue or 0.0) for name, w in model.w.items())
-        room = sum(n.dram * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
-        yield CapacityShortfall("memory[caches]", room, needed, "bytes", "Increase dram_gib of the nodes.")
+        capacity = sum(n.dram * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
+        yield CapacityShortfall(
+            "memory[caches]", capacity, needed, "bytes", "Increase dram_gib of the nodes."
+        )
 
     return Relaxation(replace(pool, nodes=tuple(replace(n, dram=inf) for n in pool.nodes)), excess, tell)
 

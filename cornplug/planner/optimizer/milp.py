@@ -39,6 +39,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     PoolSolution,
     SolveProgress,
 )
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import (
     SolveGoal,
     Values,
@@ -49,7 +50,7 @@ from cornplug.planner.optimizer.solution import (
     trim,
     with_sign,
 )
-from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, with_objective
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, with_objective
 from cornplug.planner.optimizer.solvers import solve as run_solver
 
 TIE_BREAK_GAP: Final = 1e-5
@@ -135,11 +136,11 @@ def add_capacity_rows(model: PoolModel) -> None:
     for cell in model.pool.cells:
         everyone, online = model.demands_of(cell), model.online_demands_of(cell)
         if online and limits.online_share < limits.max_utilisation:
-            room = limits.online_share * model.x[cell.name]
-            model.add(f"online[{cell.name}]", model.load(cell, online) <= room)
+            capacity = limits.online_share * model.x[cell.name]
+            model.add(f"online[{cell.name}]", model.load(cell, online) <= capacity)
         if len(online) < len(everyone) or limits.online_share >= limits.max_utilisation:
-            room = limits.max_utilisation * model.x[cell.name]
-            model.add(f"capacity[{cell.name}]", model.load(cell, everyone) <= room)
+            capacity = limits.max_utilisation * model.x[cell.name]
+            model.add(f"capacity[{cell.name}]", model.load(cell, everyone) <= capacity)
 
 
 def add_growth_rows(model: PoolModel) -> None:
@@ -149,8 +150,8 @@ def add_growth_rows(model: PoolModel) -> None:
         grown = {u: 1 + model.demands[u].growth_per_s * cell.start_s for u in model.online_demands_of(cell)}
         if any(times > 1 for times in grown.values()):
             load = lpSum(model.f[u, cell.name] * (times / cell.capacity[u]) for u, times in grown.items())
-            room = model.pool.limits.max_utilisation * model.x[cell.name]
-            model.add(f"growth[{cell.name}]", load <= room)
+            capacity = model.pool.limits.max_utilisation * model.x[cell.name]
+            model.add(f"growth[{cell.name}]", load <= capacity)
 
 
 def add_spot_rows(model: PoolModel) -> None:
@@ -189,8 +190,8 @@ def add_network_rows(model: PoolModel) -> None:
         u.rate * max((v.network for v in model.variants if v.demand == u.name), default=0.0)
         for u in model.demands.values()
     )
-    room = lpSum(min(share * node.nic, most) * model.z[name] for name, node in model.nodes.items())
-    model.add("network", lpSum(size * model.phi[v] for v, size in traffic.items()) <= room)
+    capacity = lpSum(min(share * node.nic, most) * model.z[name] for name, node in model.nodes.items())
+    model.add("network", lpSum(size * model.phi[v] for v, size in traffic.items()) <= capacity)
 
 
 def add_cache_rows(model: PoolModel) -> None:
@@ -210,8 +211,8 @@ def add_cache_rows(model: PoolModel) -> None:
                 model.add(f"level[{level.name},{u.name}]", rate <= u.rate * model.w[level.name])
     if levels:
         most = sum(level.bytes for level in levels)
-        room = lpSum(min(node.dram, most) * model.z[name] for name, node in model.nodes.items())
-        model.add("memory[caches]", lpSum(level.bytes * model.w[level.name] for level in levels) <= room)
+        capacity = lpSum(min(node.dram, most) * model.z[name] for name, node in model.nodes.items())
+        model.add("memory[caches]", lpSum(level.bytes * model.w[level.name] for level in levels) <= capacity)
 
 
 # Solving --------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ from cornplug.planner.optimizer.optimization_problem import (
     PoolSolution,
     SolveProgress,
 )
-from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits, SolverRun, solve
+from cornplug.planner.optimizer.pool_model import PoolModel
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, solve
 
 Key = TypeVar("Key")
 Values = Mapping[Any, float]

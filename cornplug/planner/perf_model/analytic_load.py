@@ -27,6 +27,11 @@ from cornplug.planner.inputs.request_sampling import SampledRequest
 from cornplug.planner.perf_model.stations import Station, encode_batches_s
 
 Floats = NDArray[np.float64]
+_T = TypeVar("_T", float, Floats)
+_MAX_STEPS: Final = 24
+"""Maximum number of steps to find the fixed point. A replica that needs more steps is almost overloaded, and
+would miss the bounds anyway."""
+_MAX_BUSY_SHARE: Final = 0.999
 
 
 @dataclass(frozen=True)
@@ -139,13 +144,6 @@ def decode_s(sizes: RequestCosts, station: Station) -> Floats:
 
 def generate_s(sizes: RequestCosts, station: Station) -> Floats:
     return np.zeros_like(sizes.units) if station.generate is None else station.generate.evaluate(sizes.units)
-
-
-_T = TypeVar("_T", float, Floats)
-_MAX_STEPS: Final = 24
-"""Maximum number of steps to find the fixed point. A replica that needs more steps is almost overloaded, and
-would miss the bounds anyway."""
-_MAX_BUSY_SHARE: Final = 0.999
 
 
 @dataclass(frozen=True)

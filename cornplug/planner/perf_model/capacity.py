@@ -42,6 +42,17 @@ WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1
 """Factor by which the wait of Allen and Cunneen is multiplied. The formula's wait is 15 to 40 % too long for
 least_work, and 2 to 5 times too short for join_shortest_queue (simulated with 25 to 30 servers and
 Splitwise's prompts)."""
+MAX_SIMULATIONS: Final = 8
+CLOSE_RATIO: Final = 1.03
+"""Ratio between the lowest failing and the highest passing rate at which the search ends."""
+MAX_JOBS: Final = 4000
+_JOBS_BY_PERCENTILE: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
+_NO_DECODE_JOB_FACTOR: Final = 2
+"""Factor by which the number of jobs is multiplied if nothing decodes, because queues without decoding have
+longer correlations and are cheaper to simulate."""
+_WARMUP_SHARE: Final = 0.2
+"""Share of the jobs at the beginning that are not counted, because the station is not in a steady state
+yet."""
 
 
 def screen(
@@ -157,19 +168,6 @@ def _search_largest_rate(meets: Callable[[float], bool], rate: float) -> float:
             rate *= step
         step = math.sqrt(step)
     return rate
-
-
-MAX_SIMULATIONS: Final = 8
-CLOSE_RATIO: Final = 1.03
-"""Ratio between the lowest failing and the highest passing rate at which the search ends."""
-MAX_JOBS: Final = 4000
-_JOBS_BY_PERCENTILE: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
-_NO_DECODE_JOB_FACTOR: Final = 2
-"""Factor by which the number of jobs is multiplied if nothing decodes, because queues without decoding have
-longer correlations and are cheaper to simulate."""
-_WARMUP_SHARE: Final = 0.2
-"""Share of the jobs at the beginning that are not counted, because the station is not in a steady state
-yet."""
 
 
 def capacity(

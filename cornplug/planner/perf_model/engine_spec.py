@@ -18,9 +18,30 @@ from numpy.typing import NDArray
 from cornplug.planner.inputs.component_shapes import kv_bytes_per_token, weights_bytes
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
 from cornplug.planner.plan import Parallelism
+from cornplug.settings import GIB
 
 ANY_CLASS: Final = "*"
 """Key of a rate that applies to every request class."""
+DEFAULT_UTILISATION: Final = 0.92
+"""Default of vLLM's --gpu-memory-utilization."""
+BLOCK_TOKENS: Final = 16
+# Memory for a step of vLLM on a GPU. The constants are chosen so that InternVL3-38B on two A40 needs the
+# memory that vLLM's developers report: 2.6 GB in addition to the weights (planner.md, section 2.1). For other
+# models they are accurate to about 1 GB.
+_CONTEXT_BYTES: Final = 600_000_000
+"""Memory of the CUDA context and libraries, outside PyTorch's allocator."""
+_NCCL_BYTES: Final = 370_000_000
+"""Memory of NCCL buffers. AIConfigurator 0.12 has 342 to 392 MB with more than one rank."""
+_GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
+_LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
+"""Memory of logits for a vocabulary of 150,000, in 16 and in 32 bits."""
+_SGLANG_MAX_GRAPHS: Final = 512
+_SGLANG_TOWER_FACTOR: Final = 0.95
+"""Factor of SGLang's memory share for a tower of CLIP-L's size. SGLang changes the factor by 1 % for each 10
+% by which a tower is larger or smaller.
+"""
+_CPU_BYTES: Final = 500_000_000
+"""Memory of a Python process with torch on a CPU, including its scratch memory. There are no graphs."""
 
 
 @dataclass(frozen=True)
@@ -190,29 +211,6 @@ class CellHardware:
     def rate_of(self, demand: str) -> float | None:
         """Return the known throughput of a request class, or None."""
         return self.requests_per_s.get(demand, self.requests_per_s.get(ANY_CLASS))
-
-
-DEFAULT_UTILISATION: Final = 0.92
-"""Default of vLLM's --gpu-memory-utilization."""
-GIB: Final = 2**30
-BLOCK_TOKENS: Final = 16
-# Memory for a step of vLLM on a GPU. The constants are chosen so that InternVL3-38B on two A40 needs the
-# memory that vLLM's developers report: 2.6 GB in addition to the weights (planner.md, section 2.1). For other
-# models they are accurate to about 1 GB.
-_CONTEXT_BYTES: Final = 600_000_000
-"""Memory of the CUDA context and libraries, outside PyTorch's allocator."""
-_NCCL_BYTES: Final = 370_000_000
-"""Memory of NCCL buffers. AIConfigurator 0.12 has 342 to 392 MB with more than one rank."""
-_GRAPH_BYTES_PER_REQUEST: Final = 2_000_000
-_LOGITS_BYTES_PER_REQUEST: Final = 150_000 * 6
-"""Memory of logits for a vocabulary of 150,000, in 16 and in 32 bits."""
-_SGLANG_MAX_GRAPHS: Final = 512
-_SGLANG_TOWER_FACTOR: Final = 0.95
-"""Factor of SGLang's memory share for a tower of CLIP-L's size. SGLang changes the factor by 1 % for each 10
-% by which a tower is larger or smaller.
-"""
-_CPU_BYTES: Final = 500_000_000
-"""Memory of a Python process with torch on a CPU, including its scratch memory. There are no graphs."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from cornplug.planner.perf_model.engine_spec import (
     PiecewiseCurve,
 )
 from cornplug.planner.plan import Parallelism
+from cornplug.settings import GIB
 
 Shape = LLMShape | TowerShape | GeneratorShape
 WEIGHTS_SHARE: Final = 0.9
@@ -251,8 +252,8 @@ def profile_matches(
 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, spec: EngineSpec) -> bool:
-    room = spec.gpu.memory_gib * 2**30 * spec.share * WEIGHTS_SHARE
-    return component_shapes.weights_bytes(shape, quantisation, tp=spec.parallelism.tp) <= room
+    capacity_bytes = spec.gpu.memory_gib * GIB * spec.share * WEIGHTS_SHARE
+    return component_shapes.weights_bytes(shape, quantisation, tp=spec.parallelism.tp) <= capacity_bytes
 
 
 def _weights(parts: Iterable[tuple[Component, Shape | None]], tp: int) -> int:

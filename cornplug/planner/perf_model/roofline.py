@@ -43,7 +43,7 @@ from math import log, log2, sqrt
 from typing import Final, NamedTuple
 
 from cornplug.planner.inputs import component_shapes
-from cornplug.planner.inputs.component_shapes import kv_bytes_per_token
+from cornplug.planner.inputs.component_shapes import ELEMENT_BYTES, kv_bytes_per_token
 from cornplug.planner.inputs.schema import (
     Component,
     GeneratorShape,
@@ -67,7 +67,6 @@ one layer. EAGLE-3 has one layer and an output head, which counts as a second la
 IMAGE_PATCHES: Final = 4096
 """Maximum number of patches in one image, which attend to each other. More patches are a batch of several
 images."""
-_ACTIVATION_BYTES: Final = 2
 _DEFAULT_EFFICIENCY: Final = 0.5
 """Share of the peak FLOPS that towers and generators reach. This value was not compared with published
 times."""
@@ -75,7 +74,6 @@ LAYER_S: Final = 40e-6
 """Time in seconds of a layer's sequential kernel launches, independent of the kernels' work."""
 EXPERT_LAYER_EXTRA_S: Final = 45e-6
 """Additional time in seconds of a layer with experts, for routing, permutation and two grouped GEMMs."""
-_ELEMENT_BYTES = 2
 
 
 class LinkEfficiency(NamedTuple):
@@ -197,7 +195,7 @@ def llm_steps(
             )
         sent = _all_reduce_bytes(layers, shape.hidden, tokens, tp, groups)
         if pp > 1:
-            sent += tokens * shape.hidden * _ACTIVATION_BYTES
+            sent += tokens * shape.hidden * ELEMENT_BYTES
         return device.seconds(flops / tp, read(tokens), sent) + latency_s
 
     def kv_gathered_s(tokens: float) -> float:
@@ -348,9 +346,9 @@ def _all_reduce_bytes(layers: float, hidden: int, tokens: float, tp: int, dp: in
     groups, on all tp * dp ranks.
     """
     if dp == 1:
-        return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
+        return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * ELEMENT_BYTES
     each = (tp - 1) / tp + (tp * dp - 1) / tp
-    return layers * 2 * each * hidden * tokens * _ACTIVATION_BYTES
+    return layers * 2 * each * hidden * tokens * ELEMENT_BYTES
 
 
 def _fit_curve(
@@ -375,7 +373,7 @@ def dcp_attention_bytes(shape: LLMShape, tokens: float, *, layers: float, tp: in
     With MLA, a head is as wide as the latent vector.
     """
     width = shape.mla_rank or shape.head_dim
-    return layers * 2 * tokens * shape.heads / tp * width * (dcp - 1) * _ELEMENT_BYTES
+    return layers * 2 * tokens * shape.heads / tp * width * (dcp - 1) * ELEMENT_BYTES
 
 
 def dcp_prefill_bytes(

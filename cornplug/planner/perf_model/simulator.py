@@ -55,6 +55,13 @@ from cornplug.planner.plan import PlanRoute, RouteStage
 
 _RANDOM_BLOCK: Final = 512
 """Number of random numbers that a station draws in one call."""
+Delays = Callable[[str, str, SampledRequest], float]
+"""Function of (tasks of the previous stage, tasks of the next stage, request) that returns the seconds
+between the stages."""
+_WARMUP_LATENCIES = 3.0
+_MIN_CLASS_REQUESTS = 500
+_MAX_EXTENSION = 3.0
+_SAMPLES_PER_QUANTILE = 8
 
 
 def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: int = 0) -> JobOutcomes:
@@ -238,15 +245,6 @@ def _replica(station: Station, agenda: EventAgenda, log: TokenLog) -> SimulatedR
     return EngineReplica(station, agenda, log)
 
 
-Delays = Callable[[str, str, SampledRequest], float]
-"""Function of (tasks of the previous stage, tasks of the next stage, request) that returns the seconds
-between the stages."""
-_WARMUP_LATENCIES = 3.0
-_MIN_CLASS_REQUESTS = 500
-_MAX_EXTENSION = 3.0
-_SAMPLES_PER_QUANTILE = 8
-
-
 @dataclass(frozen=True)
 class TrafficClass:
     """Requests of one class "application/request"."""
@@ -309,7 +307,7 @@ def build_traffic(
     places = {name: i for i, name in enumerate(stations)}
     by_class: dict[str, list[PlanRoute]] = {}
     for route in routes:
-        name = f"{route.app}/{route.request}"
+        name = route.class_name
         if name not in classes:
             raise ConfigError(f"routes: {name}", "no such request class", f"Known: {', '.join(classes)}.")
         if route.rate > 0:

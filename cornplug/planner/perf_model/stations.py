@@ -29,7 +29,8 @@ class Station:
     name: str
     replicas: int
     tasks: str
-    """Tasks of a visit, a subset of "EPDG" in this order."""
+    """Tasks that this station does for a request: a subset of "EPDG" (encode, prefill, decode, generate), in
+    this order."""
     steps: EngineStepTimes | None = None
     """Times of iterations. Required for the tasks P and D."""
     encode: PiecewiseCurve | None = None

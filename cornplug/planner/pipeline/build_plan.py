@@ -18,7 +18,7 @@ from cornplug.planner.candidates.replica_configs import PRIORITY, kv_geometry
 from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_sampling import RequestClass
 from cornplug.planner.inputs.request_tables import QUANTITIES
-from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
+from cornplug.planner.inputs.schema import LLMShape, Slo, Workload
 from cornplug.planner.launch.vllm_flags import generator_command
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PathVariant, PoolSolution, ServiceDemand
@@ -52,7 +52,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
     names = {cell: group_name(cell) for cell, n in solution.replicas.items() if n}
     plan_routes = _routes(problem, solution, names)
     nodes = _nodes(problem, solution)
-    goodput = sum(problem.classes[f"{r.app}/{r.request}"].request.weight * r.rate for r in plan_routes)
+    goodput = sum(problem.classes[r.class_name].request.weight * r.rate for r in plan_routes)
     return Plan(
         name=problem.name,
         objective=problem.pool.objective,
@@ -114,7 +114,7 @@ def _group(
         service=spec.service.name,
         tasks=spec.service.tasks,
         components=[main.name, *(c.name for c in others)],
-        model=_model(main),
+        model=main.model_argument,
         encoder_models=_encoder_models(problem, spec) if spec.service.tasks == "E" else [],
         engine=footprint.engine,  # type: ignore[arg-type]
         nodes=footprint.nodes.name,
@@ -136,7 +136,7 @@ def _group(
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
         tower=main.tower,
-        command=generator_command(main.server, _model(main), tp=footprint.parallelism.tp),
+        command=generator_command(main.server, main.model_argument, tp=footprint.parallelism.tp),
     )
 
 
@@ -149,11 +149,6 @@ def _kv(problem: FormulatedProblem, spec: CellSpec, users: list[RequestClass]) -
     return kv_geometry(llm.shape, [d for u in users for d in problem.samples.for_class(u, bases[u.name])])
 
 
-def _model(component: Component) -> str:
-    """Return the model as a command-line argument of an engine."""
-    return component.model or str(component.checkpoint or component.name)
-
-
 def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
     """Return all models that use this service's towers, for the encoder service's command line."""
     fingerprints = {t.fingerprint or t.name for t in spec.service.towers}
@@ -162,7 +157,7 @@ def _encoder_models(problem: FormulatedProblem, spec: CellSpec) -> list[str]:
     for tower in problem.components:
         if tower.kind == "encoder" and (tower.fingerprint or tower.name) in fingerprints:
             owner = components[tower.tower_of] if tower.tower_of and not tower.model else tower
-            models.append(_model(owner))
+            models.append(owner.model_argument)
     return list(dict.fromkeys(models))
 
 
@@ -241,7 +236,7 @@ def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> l
     items."""
     users: dict[str, list[tuple[RequestClass, float]]] = {}
     for route in plan_routes:
-        of = problem.classes[f"{route.app}/{route.request}"]
+        of = problem.classes[route.class_name]
         if any(stage.tasks == "E" for stage in route.stages):
             items = sum(request_sampling.mean_length(m.items) for m in of.request.media)
             users.setdefault(of.app.qos, []).append((of, route.rate * items))

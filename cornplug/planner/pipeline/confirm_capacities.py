@@ -32,8 +32,9 @@ from cornplug.planner.optimizer.optimization_problem import (
     PoolSolution,
     SolveProgress,
 )
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import flows, slack
-from cornplug.planner.optimizer.solvers import PoolModel, SolverLimits
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
@@ -237,8 +238,8 @@ def _add_fullest_variables(model: PoolModel, solution: PoolSolution) -> list[Any
         fullest = model.add_real(f"fullest_{i}")
         found.append(fullest)
         for cell in used:
-            room = solution.replicas[cell.name] * fullest
-            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.demands_of(cell)) <= room)
+            capacity = solution.replicas[cell.name] * fullest
+            model.add(f"fullest[{service},{cell.name}]", model.load(cell, model.demands_of(cell)) <= capacity)
     return found
 
 

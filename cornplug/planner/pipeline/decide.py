@@ -39,6 +39,10 @@ MIN_DERATE_FACTOR: Final = 0.7
 """Smallest factor by which one round reduces a capacity."""
 _MAX_CAPACITY: Final = 0.97
 """Maximum capacity after the reduction, as a share of the fullest cell's load."""
+HOURS: Final = 24
+_LOAD_STEPS: Final = 8
+HourlyLoad = tuple[tuple[str, float], ...]
+"""(request class, rate in an hour as a share of the planned rate) for all classes."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +178,6 @@ def _affected_services(problem: FormulatedProblem, solution: PoolSolution, miss:
     }
     about = {"ttft": "EP", "tpot": "D", "e2e": "EPDG"}[miss.quantity]
     return {s.name for s in services if set(s.tasks) & set(about)}
-
-
-HOURS: Final = 24
-_LOAD_STEPS: Final = 8
-
-HourlyLoad = tuple[tuple[str, float], ...]
-"""(request class, rate in an hour as a share of the planned rate) for all classes."""
 
 
 def with_hours(decision: PlanDecision) -> Plan:

@@ -17,16 +17,8 @@ from typing import Final
 
 from cornplug.planner.candidates import replica_configs
 from cornplug.planner.candidates.cell_capacity import CellBuilder
-from cornplug.planner.candidates.cells import (
-    CellSpec,
-    LatencyTier,
-    TierChain,
-    corrections_by_key,
-    loosest_variants,
-    tier_chain,
-    tiers_per_service,
-    undominated_cells,
-)
+from cornplug.planner.candidates.cells import CellSpec, loosest_variants, undominated_cells
+from cornplug.planner.candidates.latency_tiers import LatencyTier, TierChain, tier_chain, tiers_per_service
 from cornplug.planner.candidates.replica_configs import Service
 from cornplug.planner.candidates.request_paths import (
     RequestPath,
@@ -42,6 +34,7 @@ from cornplug.planner.candidates.samples import (
     cache_levels,
     cache_scenarios,
 )
+from cornplug.planner.candidates.timed_configs import corrections_by_key
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_sampling import RequestClass, request_classes
 from cornplug.planner.inputs.schema import (
@@ -64,10 +57,12 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
 )
 from cornplug.planner.plan import Plan, PlannedGroup, TimesCorrection
+from cornplug.settings import GIB
 
 ProcessKey = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
 """Fields that identify the processes of a group or cell: service, engine, nodes, TP, PP, DP, DCP, PCP, EP,
 share, quantisation, and tokens per iteration, which are a command-line flag (0 if not planned)."""
+GB: Final = 1e9
 
 
 def group_key(g: PlannedGroup) -> ProcessKey:
@@ -192,10 +187,6 @@ def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) 
     """Return the cost of a replica's GPUs during `seconds` in which they do not serve requests."""
     node = nodes[spec.cell.nodes]
     return spec.cell.gpus * node.price / node.gpus * seconds / 3600
-
-
-GIB: Final = 1 << 30
-GB: Final = 1e9
 
 
 @dataclass(frozen=True)

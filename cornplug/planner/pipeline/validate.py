@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from cornplug.planner.candidates.replica_configs import PRIORITY
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
-from cornplug.planner.candidates.samples import ELEMENT_BYTES, kv_bytes_per_token
+from cornplug.planner.candidates.samples import kv_bytes_per_token
+from cornplug.planner.inputs.component_shapes import ELEMENT_BYTES
 from cornplug.planner.inputs.request_sampling import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import LLMShape
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
@@ -39,6 +40,10 @@ PRECISION: Final = 0.02
 _NO_TIMES: Final = (math.nan, math.nan, math.nan)
 MIN_RUNS: Final = 4
 MAX_RUNS: Final = 16
+SIMULATED_REQUESTS: Final = 4000
+"""Number of requests of one class in a simulation. The 99th percentile then depends on 40 requests."""
+NOISE: Final = 0.02
+"""Relative noise of a percentile with this number of requests. Smaller misses are ignored."""
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,6 @@ def _error(runs: Sequence[Mapping[str, _EndToEndRun]]) -> float:
     return worst
 
 
-SIMULATED_REQUESTS: Final = 4000
-"""Number of requests of one class in a simulation. The 99th percentile then depends on 40 requests."""
-NOISE: Final = 0.02
-"""Relative noise of a percentile with this number of requests. Smaller misses are ignored."""
-
-
 @dataclass(frozen=True)
 class SloMiss:
     """Bound that a class misses in simulation."""
@@ -237,11 +236,11 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     """
     stations = _stations(problem, solution)
     timed = [r for r in plan.routes if all(g in stations for s in r.stages for g in s.groups)]
-    whole = {_name(r) for r in timed} - {_name(r) for r in plan.routes if r not in timed}
-    routes = [r for r in timed if _name(r) in whole]
+    whole = {r.class_name for r in timed} - {r.class_name for r in plan.routes if r not in timed}
+    routes = [r for r in timed if r.class_name in whole]
     if not routes:
         return ValidationRun(plan, ())
-    rates = {n: sum(r.rate for r in routes if _name(r) == n) for n in problem.classes if n in whole}
+    rates = {n: sum(r.rate for r in routes if r.class_name == n) for n in problem.classes if n in whole}
     classes = {
         name: _traffic_class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()
     }
@@ -252,10 +251,6 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     groups = [_with_queue(g, found.queues.get(g.name)) for g in plan.groups]
     misses = tuple(m for f in forecasts for m in _misses(f))
     return ValidationRun(plan.model_copy(update={"latency_forecasts": forecasts, "groups": groups}), misses)
-
-
-def _name(route: PlanRoute) -> str:
-    return f"{route.app}/{route.request}"
 
 
 def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, Station]:
@@ -304,7 +299,7 @@ def _with_queue(group: PlannedGroup, peak: QueuePeak | None) -> PlannedGroup:
 
 
 def _with_times(forecast: LatencyForecast, found: Mapping[str, SimulatedTimes]) -> LatencyForecast:
-    times = found.get(f"{forecast.app}/{forecast.request}")
+    times = found.get(forecast.class_name)
     if times is None:
         return forecast
     slowdown = forecast.slowdown
@@ -320,7 +315,7 @@ def _with_times(forecast: LatencyForecast, found: Mapping[str, SimulatedTimes]) 
 
 
 def _misses(forecast: LatencyForecast) -> list[SloMiss]:
-    name = f"{forecast.app}/{forecast.request}"
+    name = forecast.class_name
     return [
         SloMiss(name, of.quantity, of.percentile, of.bound, of.simulated, of.slowdown)
         for of in forecast.bounds

@@ -63,7 +63,7 @@ def utilisation(groups: Sequence[PlannedGroup]) -> list[Bar]:
         Bar(
             f"{g.replicas} × {g.name}",
             g.utilisation,
-            f"{formatting.percent(g.utilisation)} · {formatting.profile_origin(g.profile)}",
+            f"{formatting.format_percent(g.utilisation)} · {formatting.profile_origin(g.profile)}",
             "warn" if formatting.profile_origin(g.profile) == "ESTIMATE" else "c0",
         )
         for g in groups
@@ -96,14 +96,14 @@ def cost_curve(curve: Sequence[CurvePoint]) -> Curve:
     points = [
         Point(
             f"{p.slo_factor:g}",
-            "no plan" if p.cost_per_hour is None else formatting.dollars(p.cost_per_hour),
+            "no plan" if p.cost_per_hour is None else formatting.format_dollars(p.cost_per_hour),
             _LEFT + (_RIGHT - _LEFT) * (factor - low) / span,
             None if p.cost_per_hour is None else height(p.cost_per_hour),
         )
         for p, factor in zip(curve, factors, strict=True)
     ]
     reached = [f"{p.x:.1f} {p.y:.1f}" for p in points if p.y is not None]
-    levels = [(height(top * n / 4), formatting.dollars(top * n / 4)) for n in range(5)]
+    levels = [(height(top * n / 4), formatting.format_dollars(top * n / 4)) for n in range(5)]
     return Curve(levels, points, "M" + "L".join(reached) if len(reached) > 1 else "")
 
 
@@ -147,7 +147,7 @@ def flow_chart(plan: Plan) -> FlowChart:
     edges = _edges(plan.routes)
     most = max(edges.values(), default=1.0)
     lines = [
-        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {formatting.rate(flow)}")
+        Line(_path(boxes[a], boxes[b]), 1 + 7 * flow / most, f"{a} → {b}: {formatting.format_rate(flow)}")
         for (a, b), flow in edges.items()
         if a in boxes and b in boxes
     ]
@@ -159,7 +159,7 @@ def flow_chart(plan: Plan) -> FlowChart:
 def _classes(routes: Sequence[PlanRoute]) -> dict[str, float]:
     rates: dict[str, float] = defaultdict(float)
     for r in routes:
-        rates[f"{r.app}/{r.request}"] += r.rate
+        rates[r.class_name] += r.rate
     return dict(rates)
 
 
@@ -169,7 +169,7 @@ def _edges(routes: Sequence[PlanRoute]) -> dict[tuple[str, str], float]:
     """
     flows: dict[tuple[str, str], float] = defaultdict(float)
     for route in routes:
-        before = {f"{route.app}/{route.request}": 1.0}
+        before = {route.class_name: 1.0}
         for stage in route.stages:
             for a, share in before.items():
                 for b, weight in stage.groups.items():
@@ -183,13 +183,13 @@ def _boxes(plan: Plan) -> dict[str, Box]:
     the order in which a request needs the tasks.
     """
     boxes = {
-        name: Box(4.0, 4 + n * _ROW, name, formatting.rate(flow), "c1")
+        name: Box(4.0, 4 + n * _ROW, name, formatting.format_rate(flow), "c1")
         for n, (name, flow) in enumerate(_classes(plan.routes).items())
     }
     columns = sorted({g.tasks[0] for g in plan.groups}, key=_TASK_ORDER.find)
     for column, task in enumerate(columns, 1):
         for row, g in enumerate(g for g in plan.groups if g.tasks[0] == task):
-            under = f"{g.replicas} × {g.gpu} {formatting.shape(g.parallelism, g.share)}"
+            under = f"{g.replicas} × {g.gpu} {formatting.format_shape(g.parallelism, g.share)}"
             boxes[g.name] = Box(
                 4 + column * (BOX_WIDTH + _COLUMN_GAP), 4 + row * _ROW, g.service, under, "c0"
             )
@@ -205,7 +205,7 @@ def _path(a: Box, b: Box) -> str:
 def flow_legend(routes: Sequence[PlanRoute]) -> Iterator[str]:
     """Yield the chart's routes in words, such as "chat/short: 7.5/s as E+PD"."""
     for r in routes:
-        yield f"{r.app}/{r.request}: {formatting.rate(r.rate)} as {r.structure}"
+        yield f"{r.class_name}: {formatting.format_rate(r.rate)} as {r.structure}"
 
 
 @dataclass(frozen=True)

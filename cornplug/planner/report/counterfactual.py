@@ -40,7 +40,7 @@ class CounterfactualQuestion:
 
 
 @dataclass(frozen=True)
-class CounterfactualAnswer:
+class CounterfactualResult:
     value: float | None
     """Value of the pool's objective (dollars per hour, goodput or least share), or None if no plan was found
     that is at least as good as `at_least`.
@@ -72,7 +72,7 @@ def solve_question(
     budget: ExplanationBudget,
     *,
     at_least: float | None = None,
-) -> CounterfactualAnswer:
+) -> CounterfactualResult:
     """Solve the pool for its first objective only, and return the result. If the pool has no plan, the
     missing resources are not computed.
 
@@ -82,7 +82,7 @@ def solve_question(
     budget.spend(BUILD_WORK)
     model = milp.build(pool)
     if reason := infeasibility.summarize_unserved(model):
-        return CounterfactualAnswer(None, True, reason)
+        return CounterfactualResult(None, True, reason)
     goal = goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
     if at_least is not None:
@@ -93,9 +93,9 @@ def solve_question(
     run = run_solver(model.problem, SolverLimits(settings.gap, settings.time_limit_s, settings.threads, work))
     budget.spend(run.work)
     if run.status in ("infeasible", "none"):
-        return CounterfactualAnswer(None, run.status == "infeasible", timed_out=run.timed_out)
+        return CounterfactualResult(None, run.status == "infeasible", timed_out=run.timed_out)
     value = goal.sign * run.objective / objective_hours(pool)
-    return CounterfactualAnswer(value, run.status == "optimal", timed_out=run.timed_out)
+    return CounterfactualResult(value, run.status == "optimal", timed_out=run.timed_out)
 
 
 def objective_hours(pool: OptimizationProblem) -> float:
@@ -249,14 +249,14 @@ def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relax
         )
     if online and limits.online_share < limits.max_utilisation:
         relaxed = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
-        most = formatting.percent(limits.online_share)
+        most = formatting.format_percent(limits.online_share)
         text = f"online requests use at most {most} of a replica (rules.online_share)"
         yield RelaxedConstraint(
             CounterfactualQuestion("online", text, relaxed), _least_slack(solution, "online[")
         )
     elif limits.max_utilisation < 1:
         relaxed = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
-        most = formatting.percent(limits.max_utilisation)
+        most = formatting.format_percent(limits.max_utilisation)
         text = f"replicas are used to at most {most} (rules.max_utilisation)"
         yield RelaxedConstraint(
             CounterfactualQuestion("capacity", text, relaxed), _least_slack(solution, "capacity[")
@@ -275,7 +275,7 @@ def _spot(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relaxed
     slacks = [slack for row, slack in solution.slack.items() if row.startswith("spot[")]
     if slacks:
         relaxed = replace(pool, limits=replace(pool.limits, spot_share=1.0))
-        most = formatting.percent(pool.limits.spot_share)
+        most = formatting.format_percent(pool.limits.spot_share)
         text = f"spot machines serve at most {most} of each online request class (rules.spot_share)"
         yield RelaxedConstraint(CounterfactualQuestion("spot", text, relaxed), min(slacks))
 
@@ -283,7 +283,7 @@ def _spot(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relaxed
 def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     if "network" in solution.slack:
         relaxed = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
-        most = formatting.percent(pool.limits.network_utilisation)
+        most = formatting.format_percent(pool.limits.network_utilisation)
         text = f"traffic between nodes uses at most {most} of their network bandwidth"
         yield RelaxedConstraint(CounterfactualQuestion("network", text, relaxed), solution.slack["network"])
 
@@ -305,7 +305,7 @@ def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
         fewer = tuple(
             replace(d, rate=d.rate * (1 - FEWER_REQUESTS_SHARE)) if d == demand else d for d in pool.demands
         )
-        text = f"with {formatting.percent(FEWER_REQUESTS_SHARE)} fewer of these requests"
+        text = f"with {formatting.format_percent(FEWER_REQUESTS_SHARE)} fewer of these requests"
         yield RelaxedConstraint(
             CounterfactualQuestion(f"demand[{demand.name}]", text, replace(pool, demands=fewer)),
             0.0,

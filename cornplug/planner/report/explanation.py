@@ -2,153 +2,35 @@
 
 Each question needs a separate solve. The solver work of all solves together is limited. The notes list the
 questions that were skipped because of this limit.
-
-The price of the SLOs is computed by planning the same input again with tighter and looser bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import ceil, inf
+from math import ceil
 from typing import Final
 
-from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.inputs.schema import Application, Engine, PlanInput, SolverOptions
+from cornplug.planner.inputs.schema import Engine, PlanInput, SolverOptions
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
-from cornplug.planner.pipeline.decide import PlanDecision, decide
+from cornplug.planner.pipeline.decide import PlanDecision
 from cornplug.planner.pipeline.formulate import formulate
-from cornplug.planner.plan import BindingConstraint, CurvePoint, PlanAlternative, PlanExplanation
+from cornplug.planner.plan import BindingConstraint, PlanAlternative, PlanExplanation
 from cornplug.planner.report import counterfactual, formatting
 from cornplug.planner.report.counterfactual import (
-    CounterfactualAnswer,
     CounterfactualQuestion,
+    CounterfactualResult,
     ExplanationBudget,
     solve_question,
 )
-
-FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
-"""Factors that multiply every bound, most important first. The plan itself has the factor 1."""
-LOOSER_FACTOR: Final = 1.5
-"""Factor that multiplies one application's bounds to find what the bounds cost."""
-SOLVE_WORK: Final = 2.0
-"""Solver work for one plan, in the unit of `SolverOptions.work`."""
-FORMULATION_WORK: Final = 0.5
-"""Solver work that is counted for computing a plan's cells again, in addition to its solve."""
-
-
-@dataclass
-class SloSweep:
-    """Repeated planning of the same input with other bounds, until the budget is used up."""
-
-    plan_input: PlanInput
-    budget: ExplanationBudget
-    skipped: list[str] = field(default_factory=list)
-    """Names of the questions that were skipped because the solver work was used up."""
-    timed_out: list[str] = field(default_factory=list)
-    """Names of the questions whose search was ended by the time limit."""
-
-    def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
-        """Plan these applications without simulation, and return the cost, or None if the remaining work does
-        not suffice.
-        """
-        work = min(SOLVE_WORK, self.budget.remaining - FORMULATION_WORK)
-        if work <= 0:
-            self.skipped.append(name)
-            return None
-        self.budget.spend(FORMULATION_WORK)
-        changed = self.plan_input.model_copy(
-            update={
-                "applications": applications,
-                "rules": self.plan_input.rules.model_copy(update={"simulate": False}),
-                "solver": self.plan_input.solver.model_copy(update={"work": work}),
-            }
-        )
-        try:
-            decision = decide(changed, digest="")
-        except PlanInfeasible:
-            return SweepCost(None)
-        except PlanUnfinished:
-            self.budget.spend(work)
-            self.skipped.append(name)
-            return None
-        if decision.solution.timed_out:
-            self.timed_out.append(name)
-        self.budget.spend(decision.solution.work)
-        return SweepCost(decision.plan.cost_per_hour)
-
-
-@dataclass(frozen=True)
-class SweepCost:
-    per_hour: float | None
-    """Dollars per hour, or None if no plan meets the bounds."""
-
-
-def compute_curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
-    """Return the cost for each factor on the bounds, in ascending order. `cost` is the cost of the plan, at
-    factor 1."""
-    found = {1.0: SweepCost(cost)}
-    for factor in FACTORS:
-        one = sweep.cost(f"SLO × {factor:g}", scaled(sweep.plan_input.applications, factor))
-        if one is not None:
-            found[factor] = one
-    return list(monotone_points(found))
-
-
-def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
-    """Yield the points of the curve, adjusted so that the cost does not rise with looser bounds.
-
-    A plan that meets tighter bounds also meets looser bounds. It therefore replaces a more expensive plan
-    from a solve that was stopped early. The point at factor 1 is always the plan itself.
-    """
-    least = inf
-    for factor, one in sorted(found.items()):
-        cost = inf if one.per_hour is None else one.per_hour
-        least = cost if factor == 1 else min(cost, least)
-        yield CurvePoint(slo_factor=factor, cost_per_hour=None if least == inf else least)
-
-
-def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
-    """Yield a constraint for each application whose bounds increase the cost, with the saving that looser
-    bounds would bring. Savings up to `noise` are ignored."""
-    for app in (applications := sweep.plan_input.applications):
-        if not has_bounds(applications, app.name):
-            continue
-        name = f"slo[{app.name}]"
-        found = sweep.cost(name, scaled(applications, LOOSER_FACTOR, app.name))
-        if found is not None and found.per_hour is not None and cost - found.per_hour > noise:
-            yield BindingConstraint(
-                constraint=name,
-                text=f"with its bounds {LOOSER_FACTOR:g} times as loose",
-                slack=0.0,
-                saves_per_hour=cost - found.per_hour,
-            )
-
-
-def scaled(applications: Iterable[Application], factor: float, app: str | None = None) -> list[Application]:
-    """Return the applications with the bounds of `app`, or of every application if it is None, multiplied by
-    `factor`."""
-    return [_scale_app_bounds(a, factor) if app in (None, a.name) else a for a in applications]
-
-
-def has_bounds(applications: Iterable[Application], app: str | None = None) -> bool:
-    """Return whether `app`, or any application if it is None, has a bound."""
-    apps = [a for a in applications if app in (None, a.name)]
-    return any(slo.has_bounds for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
-
-
-def _scale_app_bounds(app: Application, factor: float) -> Application:
-    requests = [r.model_copy(update={"slo": r.slo.scaled(factor)}) if r.slo else r for r in app.requests]
-    return app.model_copy(update={"slo": app.slo.scaled(factor), "requests": requests})
-
+from cornplug.planner.report.slo_cost_curve import SloSweep, compute_curve, has_bounds, slo_prices
 
 DEFAULT_WORK: Final = 15.0
 """Default solver work for all questions together, in the unit of `SolverOptions.work`."""
 _GAP: Final = 0.01
 _MAX_NAMED: Final = 3
 """Maximum number of questions that a note lists by name."""
-
 PhaseCallback = Callable[[str, float], None]
 _LOAD_FACTORS: Final = (0.25, 4.0, 0.5, 2.0)
 """Factors on all request rates at which monoliths are compared with the best plan, in this order."""
@@ -156,7 +38,7 @@ _LOAD_FACTORS: Final = (0.25, 4.0, 0.5, 2.0)
 
 @dataclass
 class _Questions:
-    """Decision with its input, the remaining solver work, and the answers so far."""
+    """Decision with its input, the remaining solver work, and the results so far."""
 
     plan_input: PlanInput
     decision: PlanDecision
@@ -165,7 +47,7 @@ class _Questions:
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
     """Names of the questions whose search was ended by the time limit."""
-    answers: dict[str, CounterfactualAnswer] = field(default_factory=dict)
+    results: dict[str, CounterfactualResult] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -182,33 +64,33 @@ class _Questions:
         """Largest difference from `value` that the solver's gap alone can cause."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
-    def answer(
+    def solve(
         self, name: str, pool: OptimizationProblem, *, better: bool = False
-    ) -> CounterfactualAnswer | None:
-        """Solve this pool, and return the answer, or None if no work is left. A second call with the same
-        `name` returns the first answer.
+    ) -> CounterfactualResult | None:
+        """Solve this pool, and return the result, or None if no work is left. A second call with the same
+        `name` returns the first result.
 
         With `better`, only plans that are better than the decision's plan by more than the noise are
         considered.
         """
-        if name in self.answers:
-            return self.answers[name]
+        if name in self.results:
+            return self.results[name]
         if self.budget.remaining <= 0:
             self.skipped.append(name)
             return None
         gain = -self.noise if self.is_cost_objective else self.noise
         at_least = self.value + gain if better else None
-        answer = self.answers[name] = solve_question(pool, self.settings, self.budget, at_least=at_least)
-        if answer.timed_out:
+        result = self.results[name] = solve_question(pool, self.settings, self.budget, at_least=at_least)
+        if result.timed_out:
             self.timed_out.append(name)
-        return answer
+        return result
 
-    def gain_over_plan(self, answer: CounterfactualAnswer) -> float | None:
-        """Return the difference by which the answer's value is better than the plan's value, or None if the
-        answer has no plan."""
-        if answer.value is None:
+    def gain_over_plan(self, result: CounterfactualResult) -> float | None:
+        """Return the difference by which the result's value is better than the plan's value, or None if the
+        result has no plan."""
+        if result.value is None:
             return None
-        return (self.value - answer.value) if self.is_cost_objective else (answer.value - self.value)
+        return (self.value - result.value) if self.is_cost_objective else (result.value - self.value)
 
 
 def explain(
@@ -256,10 +138,10 @@ def _alternatives(questions: _Questions) -> list[PlanAlternative]:
     found = []
     in_pool = counterfactual.alternative_questions(questions.decision.pool, questions.decision.solution)
     for question in chain(in_pool, _engines(questions)):
-        answer = questions.answer(question.name, question.pool)
-        if answer is not None:
-            cost = answer.value if questions.is_cost_objective else None
-            reason_against = _reason_against(questions, answer)
+        result = questions.solve(question.name, question.pool)
+        if result is not None:
+            cost = result.value if questions.is_cost_objective else None
+            reason_against = _reason_against(questions, result)
             found.append(
                 PlanAlternative(
                     name=question.name, text=question.text, cost_per_hour=cost, reason_against=reason_against
@@ -280,28 +162,28 @@ def _engines(questions: _Questions) -> Iterator[CounterfactualQuestion]:
             )
 
 
-def _reason_against(questions: _Questions, answer: CounterfactualAnswer) -> str:
-    gained = questions.gain_over_plan(answer)
+def _reason_against(questions: _Questions, result: CounterfactualResult) -> str:
+    gained = questions.gain_over_plan(result)
     if gained is None:
-        if answer.reason:
-            return answer.reason
-        return "no plan meets the SLOs" if answer.proven else "no plan was found within the solver work"
+        if result.reason:
+            return result.reason
+        return "no plan meets the SLOs" if result.proven else "no plan was found within the solver work"
     lost = -gained
     if lost <= questions.noise:
         return "equally good within the solver's gap"
-    share = formatting.percent(lost / abs(questions.value)) if questions.value else ""
-    about = "" if answer.proven else "at most "
+    share = formatting.format_percent(lost / abs(questions.value)) if questions.value else ""
+    about = "" if result.proven else "at most "
     if questions.is_cost_objective:
-        return f"costs {about}{formatting.dollars(lost)} more (+{share})"
+        return f"costs {about}{formatting.format_dollars(lost)} more (+{share})"
     return f"serves {about}{lost:.3g} less (-{share})"
 
 
 def _bindings(questions: _Questions) -> list[BindingConstraint]:
     found = []
     for relaxed in counterfactual.constraint_questions(questions.decision.pool, questions.decision.solution):
-        answer = questions.answer(relaxed.question.name, relaxed.question.pool, better=True)
-        gained = None if answer is None else questions.gain_over_plan(answer)
-        unanswered = answer is None and not relaxed.is_price and abs(relaxed.slack) < 1e-6
+        result = questions.solve(relaxed.question.name, relaxed.question.pool, better=True)
+        gained = None if result is None else questions.gain_over_plan(result)
+        unanswered = result is None and not relaxed.is_price and abs(relaxed.slack) < 1e-6
         if gained is not None or unanswered:
             found.append(
                 BindingConstraint(
@@ -331,13 +213,13 @@ def _monolith(questions: _Questions) -> str:
         return ""
     used = counterfactual.used_structures(pool, questions.decision.solution)
     whole = all(counterfactual.is_monolith(s) for s in used)
-    single = questions.answer(counterfactual.MONOLITHS, counterfactual.only_monoliths(pool))
+    single = questions.solve(counterfactual.MONOLITHS, counterfactual.only_monoliths(pool))
     if single is None:
         return ""
     if counterfactual.without_monoliths(pool).variants == pool.variants and whole:
         return "The input allows only monoliths."
     if whole:
-        other = questions.answer(counterfactual.DIVIDED, counterfactual.without_monoliths(pool))
+        other = questions.solve(counterfactual.DIVIDED, counterfactual.without_monoliths(pool))
         head = _monolith_wins(questions.value, other)
     else:
         head = monolith_loses(questions.value, single)
@@ -348,16 +230,16 @@ def _monolith(questions: _Questions) -> str:
 def _monolith_cost_at(questions: _Questions, factor: float) -> MonolithCost | None:
     """Return the costs at a multiple of the planned rates, or None if no solver work is left."""
     pool, name = questions.decision.pool, f"load × {factor:g}"
-    single = questions.answer(f"monolith at {name}", scale_load(counterfactual.only_monoliths(pool), factor))
-    best = questions.answer(name, scale_load(pool, factor)) if single else None
+    single = questions.solve(f"monolith at {name}", scale_load(counterfactual.only_monoliths(pool), factor))
+    best = questions.solve(name, scale_load(pool, factor)) if single else None
     return MonolithCost(factor, single.value, best.value) if single and best else None
 
 
 def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
     for miss in decision.misses:
-        over = formatting.percent(miss.excess_ratio - 1)
-        bound = formatting.time_or_slowdown(miss.bound, slowdown=miss.slowdown)
-        quantity = f"{formatting.percentile(miss.percentile)} {miss.quantity.upper()}"
+        over = formatting.format_percent(miss.excess_ratio - 1)
+        bound = formatting.format_time_or_slowdown(miss.bound, slowdown=miss.slowdown)
+        quantity = f"{formatting.format_percentile(miss.percentile)} {miss.quantity.upper()}"
         what = f"{miss.demand} misses its {quantity} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
     if decision.solution.timed_out:
@@ -376,7 +258,7 @@ def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
         )
     spot = [n.name for n in decision.plan.nodes if n.spot]
     if spot:
-        most = formatting.percent(decision.pool.limits.spot_share)
+        most = formatting.format_percent(decision.pool.limits.spot_share)
         yield (
             f"{', '.join(spot)} are spot machines, which may all be reclaimed at once. They serve at most "
             f"{most} of each online request class. Other requests wait if the machines are reclaimed."
@@ -386,7 +268,7 @@ def _notes(decision: PlanDecision, questions: _Questions) -> Iterator[str]:
     if questions.skipped:
         yield f"The solver work did not suffice for {_names(questions.skipped)}. Increase --explain."
     for reason, n in decision.problem.dropped.most_common(3):
-        yield f"Excluded {formatting.count(n, 'configuration')}: {reason}."
+        yield f"Excluded {formatting.format_count(n, 'configuration')}: {reason}."
 
 
 def _names(questions: Iterable[str]) -> str:
@@ -415,7 +297,7 @@ def scale_load(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
     return replace(pool, demands=demands, nodes=nodes, current=None)
 
 
-def _monolith_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
+def _monolith_wins(cost: float, divided: CounterfactualResult | None) -> str:
     """Return the sentence for a plan with monoliths only, whose cost is `cost`."""
     if divided is None:
         return "The monolith wins here."
@@ -424,7 +306,7 @@ def _monolith_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
     return f"The monolith wins here: dividing requests costs {_compare_costs(divided.value, cost)}."
 
 
-def monolith_loses(cost: float, single: CounterfactualAnswer) -> str:
+def monolith_loses(cost: float, single: CounterfactualResult) -> str:
     """Return the sentence for a plan that divides some requests among engines, whose cost is `cost`."""
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
@@ -460,5 +342,5 @@ def _format_factors(factors: Sequence[float]) -> str:
 
 def _compare_costs(cost: float, base_cost: float) -> str:
     if cost <= base_cost + 1e-6 or not base_cost:
-        return f"{formatting.dollars(cost)}, the same"
-    return f"{formatting.dollars(cost)}, {formatting.percent(cost / base_cost - 1)} more"
+        return f"{formatting.format_dollars(cost)}, the same"
+    return f"{formatting.format_dollars(cost)}, {formatting.format_percent(cost / base_cost - 1)} more"

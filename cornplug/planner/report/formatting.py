@@ -20,12 +20,12 @@ from cornplug.planner.plan import (
 NO_VALUE = "–"
 
 
-def dollars(per_hour: float | None) -> str:
+def format_dollars(per_hour: float | None) -> str:
     """Format dollars per hour, such as "$4.68/h"."""
     return NO_VALUE if per_hour is None else f"${per_hour:,.2f}/h"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Format a time with three digits, such as "85 ms" or "1.24 s"."""
     if value is None or math.isnan(value):
         return NO_VALUE
@@ -34,14 +34,14 @@ def seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
-def time_or_slowdown(value: float | None, *, slowdown: bool) -> str:
+def format_time_or_slowdown(value: float | None, *, slowdown: bool) -> str:
     """Format a time in seconds, or with `slowdown` a factor such as "2.5x"."""
     if not slowdown:
-        return seconds(value)
+        return format_seconds(value)
     return NO_VALUE if value is None else f"{value:.3g}x"
 
 
-def job(forecast: JobForecast) -> str:
+def describe_job(forecast: JobForecast) -> str:
     """Describe a job, as in "500,000 requests in 7.9 h of 8 h, for $62.40"."""
     done = "" if forecast.done_hours is None else f" in {forecast.done_hours:.3g} h"
     return (
@@ -49,7 +49,7 @@ def job(forecast: JobForecast) -> str:
     )
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     """Format a fraction in percent, such as "73 %" or "0.4 %"."""
     if share is None:
         return NO_VALUE
@@ -57,32 +57,32 @@ def percent(share: float | None) -> str:
     return f"{part:.0f} %" if part >= 10 or part == 0 else f"{part:.2g} %"
 
 
-def percentile(name: str) -> str:
+def format_percentile(name: str) -> str:
     """Return the name of a percentile as it is printed, such as "mean" or "P95"."""
     return name if name == "mean" else name.upper()
 
 
-def rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     return f"{per_second:.3g}/s"
 
 
-def count(n: int, noun: str) -> str:
+def format_count(n: int, noun: str) -> str:
     """Format a number with a noun, such as "1 replica" or "2 replicas"."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def proof(optimality: OptimalityProof) -> str:
+def describe_proof(optimality: OptimalityProof) -> str:
     """Describe how good a plan is. The text contains "optimal" only if the solver proved this."""
     if optimality.status == "optimal":
-        return (
-            "optimal (proved)" if optimality.gap < 1e-6 else f"optimal (proved to {percent(optimality.gap)})"
-        )
+        to = "" if optimality.gap < 1e-6 else f" to {format_percent(optimality.gap)}"
+        return f"optimal (proved{to})"
     bound = f"{optimality.bound:.4g} {optimality.unit}".rstrip()
     ended = ", stopped by the time limit" if optimality.timed_out else ""
-    return f"feasible, gap {percent(optimality.gap)}{ended}: a better plan may exist, but none beyond {bound}"
+    gap = format_percent(optimality.gap)
+    return f"feasible, gap {gap}{ended}: a better plan may exist, but none beyond {bound}"
 
 
-def shape(parallelism: Parallelism, share: float) -> str:
+def format_shape(parallelism: Parallelism, share: float) -> str:
     """Describe the GPUs of one replica, as in "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8" or
     "TP1·PCP8"."""
     if share < 1:
@@ -99,7 +99,7 @@ def profile_origin(profile: str) -> str:
     return "measured" if profile.startswith("measured") else "given"
 
 
-def replicas(group: PlannedGroup) -> str:
+def format_replicas(group: PlannedGroup) -> str:
     """Format the number of replicas: "4", or "3+1" if one of them runs on GPUs that would otherwise be
     idle."""
     extra = group.extra_replicas
@@ -161,8 +161,8 @@ def _machines(counts: Mapping[str, int]) -> str:
 def headline(plan: Plan) -> str:
     """Summarise the plan in one line: cost, goodput and nodes."""
     nodes = ", ".join(f"{n.count} × {n.name}" for n in plan.nodes if n.count)
-    goodput = "" if plan.goodput is None else f", {rate(plan.goodput)} of goodput"
-    return f"{dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"
+    goodput = "" if plan.goodput is None else f", {format_rate(plan.goodput)} of goodput"
+    return f"{format_dollars(plan.cost_per_hour)}{goodput}: {nodes or 'no nodes'}"
 
 
 @dataclass(frozen=True)
@@ -191,15 +191,15 @@ class SloCheck:
     @property
     def name(self) -> str:
         """Name of the time that is checked, such as "TTFT P95"."""
-        return f"{self.quantity} {percentile(self.percentile)}"
+        return f"{self.quantity} {format_percentile(self.percentile)}"
 
     @property
     def bound_text(self) -> str:
-        return time_or_slowdown(self.bound, slowdown=self.slowdown)
+        return format_time_or_slowdown(self.bound, slowdown=self.slowdown)
 
     @property
     def simulated_text(self) -> str:
-        return time_or_slowdown(self.simulated, slowdown=self.slowdown)
+        return format_time_or_slowdown(self.simulated, slowdown=self.slowdown)
 
 
 def slo_checks(plan: Plan) -> list[SloCheck]:
@@ -224,5 +224,5 @@ def _forecast_checks(forecast: LatencyForecast) -> Iterator[SloCheck]:
         if b.bound is not None or (unbounded and not b.slowdown and b.simulated is not None):
             quantities.add(b.quantity)
             quantity = b.quantity.upper() + (" slowdown" if b.slowdown else "")
-            name = f"{forecast.app}/{forecast.request}"
+            name = forecast.class_name
             yield SloCheck(name, quantity, b.percentile, b.bound, b.simulated, b.slowdown)

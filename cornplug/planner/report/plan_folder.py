@@ -41,8 +41,25 @@ TRACE_SECONDS: Final = 120.0
 MIN_REQUESTS: Final = 200
 MAX_REQUESTS: Final = 5000
 """Maximum number of requests in one trace."""
-_CHUNK_TOKENS: Final = 16
-"""Number of tokens that one hash id in a trace represents."""
+MANIFEST_FILE: Final = ".cornplug-plan.json"
+"""File that lists the names of the files that a run wrote."""
+CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
+RULES_FILE, TARGETS_FILE = "prometheus-rules.yml", "prometheus-targets.json"
+GROUP_LABEL: Final = "cornplug_group"
+RATE_SERIES, SECONDS_SERIES, BOUND_SERIES = (
+    "cornplug_plan_requests_per_second",
+    "cornplug_plan_seconds",
+    "cornplug_plan_slo_seconds",
+)
+SERIES_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    RATE_SERIES: (GROUP_LABEL,),
+    SECONDS_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+    BOUND_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
+}
+"""Label names of each recorded series."""
+_PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
+_Rule = tuple[str, float, dict[str, str]]
+"""Series, value and labels of a recording rule."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ def write_load_tests(tests: Sequence[LoadTest], folder: Path) -> str:
 def _load_test(
     plan_input: PlanInput, plan: Plan, request_class: RequestClass, number: int, url: str, weight: float
 ) -> LoadTest:
-    forecast = next(f for f in plan.latency_forecasts if f"{f.app}/{f.request}" == request_class.name)
+    forecast = next(f for f in plan.latency_forecasts if f.class_name == request_class.name)
     rate = forecast.served * weight
     n = round(min(max(rate * TRACE_SECONDS, MIN_REQUESTS), MAX_REQUESTS))
     rng = np.random.default_rng([plan_input.rules.seed, number])
@@ -105,8 +122,8 @@ def _load_test(
         request_class.name,
         f"{request_class.app.name}-{request_class.request.name}-{number}.jsonl",
         "".join(json.dumps(line) + "\n" for line in _lines(requests, at_s)),
-        " ".join(map(command_lines.quote, _argv(_model(plan, request_class), url, n))),
-        f"{formatting.rate(rate)}, {n} requests; {_expected(plan, request_class.name)}",
+        " ".join(map(command_lines.quote, _argv(_served_model(plan, request_class), url, n))),
+        f"{formatting.format_rate(rate)}, {n} requests; {_expected(plan, request_class.name)}",
     )
 
 
@@ -116,8 +133,8 @@ def _lines(requests: Sequence[SampledRequest], at_s: Sequence[float]) -> Iterato
     """
     unused = 1_000_000
     for request, at in zip(requests, at_s, strict=True):
-        shared = request.cached_tokens // _CHUNK_TOKENS
-        new = -(-request.prompt_tokens // _CHUNK_TOKENS) - shared
+        shared = request.cached_tokens // command_lines.TRACE_CHUNK_TOKENS
+        new = -(-request.prompt_tokens // command_lines.TRACE_CHUNK_TOKENS) - shared
         yield {
             "at_s": round(at, 4),
             "prompt_tokens": request.prompt_tokens,
@@ -133,14 +150,14 @@ def _argv(model: str, url: str, requests: int) -> list[str]:
         *("--base-url", url, "--model", model, "--num-prompts", str(requests), "--ignore-eos"),
         *("--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,90,95,99"),
         *("--dataset-name", "timed_trace", "--self-timed"),
-        *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
+        *("--timed-trace-chunk-hash-size", str(command_lines.TRACE_CHUNK_TOKENS)),
         *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
         *("--timed-trace-label-input-length", "prompt_tokens"),
         *("--timed-trace-label-output-length", "output_tokens"),
     ]
 
 
-def _model(plan: Plan, request_class: RequestClass) -> str:
+def _served_model(plan: Plan, request_class: RequestClass) -> str:
     """Return the model's name in the engines to which the class's requests are sent."""
     return next(g.model for g in plan.groups if request_class.app.llm in g.components and "P" in g.tasks)
 
@@ -150,30 +167,9 @@ def _expected(plan: Plan, demand: str) -> str:
     for check in formatting.slo_checks(plan):
         if check.demand == demand:
             bound = "" if check.bound is None else f" (bound {check.bound_text})"
-            percentile = formatting.percentile(check.percentile)
+            percentile = formatting.format_percentile(check.percentile)
             found.append(f"{percentile} {check.quantity} {check.simulated_text}{bound}")
     return "expect " + ", ".join(found) if found else "times unknown"
-
-
-MANIFEST_FILE: Final = ".cornplug-plan.json"
-"""File that lists the names of the files that a run wrote."""
-CONTENT_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
-RULES_FILE, TARGETS_FILE = "prometheus-rules.yml", "prometheus-targets.json"
-GROUP_LABEL: Final = "cornplug_group"
-RATE_SERIES, SECONDS_SERIES, BOUND_SERIES = (
-    "cornplug_plan_requests_per_second",
-    "cornplug_plan_seconds",
-    "cornplug_plan_slo_seconds",
-)
-SERIES_LABELS: Final[Mapping[str, tuple[str, ...]]] = {
-    RATE_SERIES: (GROUP_LABEL,),
-    SECONDS_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
-    BOUND_SERIES: (GROUP_LABEL, "app", "request", "quantity", "percentile"),
-}
-"""Label names of each recorded series."""
-_PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
-_Rule = tuple[str, float, dict[str, str]]
-"""Series, value and labels of a recording rule."""
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
@@ -262,21 +258,21 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     made.filters |= {
-        "dollars": formatting.dollars,
-        "seconds": formatting.seconds,
-        "percent": formatting.percent,
-        "proof": formatting.proof,
+        "dollars": formatting.format_dollars,
+        "seconds": formatting.format_seconds,
+        "percent": formatting.format_percent,
+        "proof": formatting.describe_proof,
         "headline": formatting.headline,
-        "job": formatting.job,
+        "job": formatting.describe_job,
         "mark": formatting.profile_origin,
-        "replicas": formatting.replicas,
+        "replicas": formatting.format_replicas,
         "paid_gpus": formatting.unneeded_gpu_notes,
         "day_parts": formatting.day_parts,
         "day_cost": formatting.day_cost,
         "px": _px,
     }
     made.globals |= {
-        "shape": formatting.shape,
+        "shape": formatting.format_shape,
         "box": (charts.BOX_WIDTH, charts.BOX_HEIGHT),
         "side": charts.GPU_SIDE,
     }

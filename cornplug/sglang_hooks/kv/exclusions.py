@@ -1,8 +1,9 @@
 """Settings, models, draft models and deployments that exclude KV sharing.
 
-`hicache_config.settle` checks these exclusions at the end of SGLang's own resolution of its settings. At this
-time, cornplug has not changed any setting. A server that cannot share therefore runs with exactly its stock
-settings. `late_exclusions.py` checks properties of the loaded model before the host pools are allocated.
+`hicache_config.declare_settings` checks these exclusions at the end of SGLang's own resolution of its
+settings. At this time, cornplug has not changed any setting. A server that cannot share therefore runs with
+exactly its stock settings. `late_exclusions.py` checks properties of the loaded model before the host pools
+are allocated.
 """
 
 from __future__ import annotations

@@ -28,9 +28,10 @@ from cornplug.kv_page import PageGeometry, PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
+from cornplug.sglang_hooks.kv.extra_pools import ExtraPools
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_REQUEST_POLICY, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
-from cornplug.sglang_hooks.kv.window_pool import ExtraPools, layer_groups, open_window_pool
+from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_window_pool
 from cornplug.sglang_hooks.kv_pages import page_hash_index
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages

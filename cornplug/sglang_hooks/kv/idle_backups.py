@@ -81,14 +81,14 @@ class IdleBackups:
                 return
             vote = torch.tensor([self._copy_limit(scheduler)], dtype=torch.int64)
             cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
-            room = int(vote.item())
+            max_tokens = int(vote.item())
         else:
-            room = self._copy_limit(scheduler)
-        if room == 0:
+            max_tokens = self._copy_limit(scheduler)
+        if max_tokens == 0:
             self._finished.clear()
             self._tokens = 0
-        elif room > 0:
-            self._back_up(cache, room)
+        elif max_tokens > 0:
+            self._back_up(cache, max_tokens)
 
     def record_batch(self) -> None:
         """Record that a batch has run, so the server was not idle."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, bind_arguments, logger

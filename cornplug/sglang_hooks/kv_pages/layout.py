@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common.model_identity import only_engine_of_latents
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, count_layer_runs, tensor_parallel_heads

@@ -214,7 +214,7 @@ class PageCopies:
         self, parts: Sequence[PageSlice], location: PayloadLocation, scratch: _Scratch
     ) -> dict[int, int]:
         """Copy one page, and return its checksums by segment. Raises StoreUnavailable."""
-        room = self._rank_slice(self._rank_pages.store.view(location, writable=True))
+        target = self._rank_slice(self._rank_pages.store.view(location, writable=True))
         digest = xxhash.xxh3_64_intdigest
         sums: dict[int, int] = {}
         for heads, layers, numbers, tile in self._blocks(scratch, self._page.layer_runs):
@@ -222,7 +222,7 @@ class PageCopies:
                 tile.rows[:, :, :, inside] = there[heads, layers]
             for number, segment in zip(numbers, tile.segments, strict=True):
                 sums[number] = digest(segment)
-            room[heads, layers] = tile.layers
+            target[heads, layers] = tile.layers
         return sums
 
     def _read(self, lease: Lease, parts: Sequence[PageSlice], scratch: _Scratch) -> None:
@@ -260,7 +260,8 @@ class PageCopies:
         return whole[heads.start : heads.stop, layers.start : layers.stop]
 
     def _blocks(self, scratch: _Scratch, runs: int) -> list[_Block]:
-        """Return the blocks of this rank's part of a page with `runs` segments per head."""
+        """Divide this rank's part of a page into blocks that are copied together. `runs` is the number of
+        segments per head in the page."""
         found = scratch.blocks.get(runs)
         if found is None:
             found = scratch.blocks[runs] = self._plan_blocks(scratch.memory, runs)

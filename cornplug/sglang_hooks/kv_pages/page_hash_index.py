@@ -37,6 +37,9 @@ _END_BYTES: Final = 144
 """Measured bytes per page entry (`_PAGE_BYTES`) and per chain value in an entry (`_END_BYTES`)."""
 _MAX_CONTINUATIONS: Final = 4
 
+_CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
+_CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
 
 class CacheNamespace(NamedTuple):
     """SGLang's namespace of a sequence. `extra_key` ends with the LoRA id."""
@@ -83,7 +86,7 @@ class PageHashIndex:
             unless both are multiples of 16 and one is a multiple of the other.
         is_unkeyed: returns whether a placeholder value belongs to a media item without an embedding key. The
             page with such a value and all later pages are not recorded.
-        compute_chain: `identity.chain`, or a faster function with the same results.
+        compute_chain: `identity.hash_chain`, or a faster function with the same results.
         max_bytes: approximate maximum memory of all entries.
     """
 
@@ -244,7 +247,7 @@ def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
 
 
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Compute `identity.chain` with SGLang's page hash.
+    """Compute `identity.hash_chain` with SGLang's page hash.
 
     SGLang's hash gives the same result, but is compiled and releases the GIL.
     """
@@ -256,7 +259,8 @@ def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def _choose_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
-    """Return `_native_chain` if SGLang's hash equals `identity.chain` on a sample, else `identity.chain`."""
+    """Return `_native_chain` if SGLang's hash equals `identity.hash_chain` on a sample, else
+    `identity.hash_chain`."""
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
         if _native_chain(prior, tokens) != hash_chain(prior, tokens):
@@ -358,9 +362,6 @@ def _wrap_attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> A
     finally:
         _controller_var.reset(token)
 
-
-_CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
-_CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
     # Hook the name in the controller module, because a hook on the function in mem_cache.utils would not

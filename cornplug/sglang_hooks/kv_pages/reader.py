@@ -33,6 +33,12 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import (
 from cornplug.store.base import Lease, Store, Tier
 from cornplug.store.payload import FAR_WAIT_S, LEASE_S, look_up_far, recall_and_wait
 
+_DISK_RATE_TTL_S: Final = 60.0
+"""Seconds after which measured disk speeds expire, so that reads from a slow disk are tried again."""
+_RECALL_PAUSE_S: Final = 5.0
+"""Seconds without waits for disks and far stores after a disk read has exceeded its deadline, because each
+wait delays a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolContext:
@@ -57,13 +63,6 @@ class RankPool:
     host: HostPages
     threads: int = 1
     """Number of threads that copy pages in parallel (see `PageCopies`)."""
-
-
-_DISK_RATE_TTL_S: Final = 60.0
-"""Seconds after which measured disk speeds expire, so that reads from a slow disk are tried again."""
-_RECALL_PAUSE_S: Final = 5.0
-"""Seconds without waits for disks and far stores after a disk read has exceeded its deadline, because each
-wait delays a request."""
 
 
 class PageWaits:

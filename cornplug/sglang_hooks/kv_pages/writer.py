@@ -208,11 +208,11 @@ class PageWriter:
         """
         reserved, refused = [], []
         self._cost.seconds = self._pace.compute_s(self._rank_pages.page.page_tokens)
-        answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
-        for key, answer in zip(keys, answers, strict=True):
-            if isinstance(answer, Reservation):
-                reserved.append(answer)
-            elif answer is ReserveRefusal.GROWING:
+        replies = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
+        for key, reply in zip(keys, replies, strict=True):
+            if isinstance(reply, Reservation):
+                reserved.append(reply)
+            elif reply is ReserveRefusal.GROWING:
                 refused.append(key)
         try:
             self._fill_and_commit(pending, reserved)

@@ -25,8 +25,8 @@ import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
-from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
-from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.encoder_service.formats.messages import EncodeRequest, WireTensor
+from cornplug.encoder_service.formats.tensors import to_wire
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.load_policy import encode_deadline_s
@@ -142,13 +142,13 @@ class EmbeddingPrefetcher:
             deadline_s=max(0.0, deadline_s),
         )
         try:
-            answer = await asyncio.wrap_future(self._encoder.submit(request))
-            source = self._policy.check_reply(answer, expected)
+            reply = await asyncio.wrap_future(self._encoder.submit(request))
+            source = self._policy.check_reply(reply, expected)
         except EncoderError as e:
             self._policy.record_failure(e, time.monotonic())
             raise
-        if answer.tensor is not None:
-            await self._run_in_thread(self._save_embedding, answer.key, answer.tensor)
+        if reply.tensor is not None:
+            await self._run_in_thread(self._save_embedding, reply.key, reply.tensor)
         return source
 
     def _deadline_s(self, rows: int) -> float:

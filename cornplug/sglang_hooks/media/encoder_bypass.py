@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding, TowerTimer
 from cornplug.engine_common.load_policy import FetchRule

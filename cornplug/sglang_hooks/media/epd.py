@@ -30,8 +30,8 @@ from typing import Any, Final
 
 import torch
 
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, prove_salt
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.engine_seal import SignedClaim, prove_salt
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import CheckpointError, CodecError, EncoderRefused
@@ -50,6 +50,8 @@ as long as switching to a thread."""
 
 MediaDigests = Sequence[bytes] | None
 """Digests of the images in one part of a request, or None if the part has no valid signature."""
+
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 
 
 @dataclass(slots=True)
@@ -290,7 +292,6 @@ def _on_assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
     _count_hits(image_items)
 
 
-_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _on_receiver_created),
     Hook(f"{_RECEIVER}.MMReceiverBase._extract_url_data", "after", _send_salt),

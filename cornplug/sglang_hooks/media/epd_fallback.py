@@ -39,6 +39,9 @@ _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLFo
 _MARGIN_S: Final = 5.0
 """Seconds to add to deadlines, so that the encoder's own error arrives first."""
 
+_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
+_TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
+
 
 @dataclass(slots=True)
 class _FallbackState:
@@ -227,8 +230,6 @@ def _set_empty_prompt(_receiver: Any, recv_req: Any) -> None:
         recv_req.input_ids = array("q")
 
 
-_RECEIVER: Final = "sglang.srt.disaggregation.encoder.receiver"
-_TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_RECEIVER}.MMReceiverBase.__init__", "after", _on_receiver_created),
     Hook(f"{_RECEIVER}.MMReceiverHTTP.encode", "around", _wrap_encode),

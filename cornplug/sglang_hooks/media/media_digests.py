@@ -4,10 +4,10 @@ digests of tower inputs, for towers that only SGLang servers run.
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
-The digest covers the pixels that the processor receives, like the digests in `encoder_service.media`. SGLang
-0.5.23 decodes some images differently: it does not apply the EXIF orientation, and it drops transparency
-instead of putting the image on a white background. For these images, the pixels and digests differ from
-vLLM's.
+The digest covers the pixels that the processor receives, like the digests in `encoder_service.formats`.
+SGLang 0.5.23 decodes some images differently: it does not apply the EXIF orientation, and it drops
+transparency instead of putting the image on a white background. For these images, the pixels and digests
+differ from vLLM's.
 
 The digest is kept in a field of the item that is not sent to the scheduler. Later, when the salt is
 available, the embedding key is computed from the digest (`mm_identifiers.py`). Some media have no digest and
@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.identity import array_digest, digest, media_digest_with_options, pixels_digest
 from cornplug.sglang_hooks import activation
@@ -72,6 +72,8 @@ _artifact_digests: OrderedDict[str, bytes | None] = OrderedDict()
 """Media digest by SGLang's key of a preprocessed image (content and settings)."""
 _llava_digests: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
 """Digests of the current request's images, by id of the image_data element."""
+
+_BASE: Final = "sglang.srt.multimodal.processors"
 
 
 def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
@@ -302,7 +304,6 @@ async def _wrap_llava_request(
     return output
 
 
-_BASE: Final = "sglang.srt.multimodal.processors"
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BASE}.base_processor.BaseMultimodalProcessor._finalize_mm_items", "around", _finalize_mm_items),
     Hook(

@@ -40,6 +40,8 @@ _REQUEST_FIELDS: Final = (
     "images_config",
 )
 
+_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
 
 @dataclass(frozen=True, slots=True)
 class Towers:
@@ -243,7 +245,6 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
     return tokenized
 
 
-_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: tuple[Hook, ...] = (
     *media_digests.HOOKS,
     Hook(f"{_MANAGER}.init_tokenizer_and_processor", "after", _on_processor_created),

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from cornplug.engine_common import weights_guard
-from cornplug.identity import DIGEST_BYTES, media_lineage, placeholder_tokens
+from cornplug.identity import DIGEST_BYTES, media_item_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
@@ -61,7 +61,7 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0, embedding_only: bool = 
     if not rows:
         clear_key(item)
         return
-    item.set_identity(media_lineage(key, rows))
+    item.set_identity(media_item_lineage(key, rows))
     item.model_specific_data[_KEY] = key
     item.model_specific_data[_EPOCH] = epoch
     if embedding_only:
@@ -102,7 +102,7 @@ def key_of(item: Any) -> bytes | None:
     # A client's own processor output may also contain this field.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
         return None
-    return key if item.identity == media_lineage(key, rows_of(item)) else None
+    return key if item.identity == media_item_lineage(key, rows_of(item)) else None
 
 
 def remember_identity(identity: bytes) -> None:

@@ -30,13 +30,25 @@ from PIL import Image
 
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.config import Config, EncoderConfig
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest
 from cornplug.sglang_hooks.compat import Hook, logger, validated_families
 
 _CONNECT_TIMEOUT_S: Final = 0.5
+
+_BASE: Final = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
+_SIZES: Final = ((97, 61), (342, 255), (640, 427))
+"""(width, height) of the synthetic images: odd sizes, smaller and larger than the input of most towers."""
+_ROUNDING: Final = 1e-5
+"""Maximum difference of normalised pixels that counts as rounding. One of 255 levels is about 1e-2."""
+# A processor of another family may raise any of these exceptions. It is then not compared.
+_PROCESSOR_ERRORS: Final = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+Tensors = Mapping[str, torch.Tensor]
 
 
 def preprocesses_on_cpu(config: Config, *, device: str, family: str, dtype: str) -> bool:
@@ -96,26 +108,11 @@ def _disable_gpu_decode(this: Any, *_args: Any, **_kwargs: Any) -> None:
     type(this).gpu_image_decode = False
 
 
-_BASE: Final = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
-
 HOOKS: tuple[Hook, ...] = (
     Hook(f"{_BASE}.__init__", "before", _disable_gpu_decode),
     Hook(f"{_BASE}._fast_image_processor_device", "around", _force_cpu_device),
     Hook(f"{_BASE}._preprocessing_competes_with_the_scheduler", "around", _never_competes),
 )
-
-_SIZES: Final = ((97, 61), (342, 255), (640, 427))
-"""(width, height) of the synthetic images: odd sizes, smaller and larger than the input of most towers."""
-_ROUNDING: Final = 1e-5
-"""Maximum difference of normalised pixels that counts as rounding. One of 255 levels is about 1e-2."""
-
-# A processor of another family may raise any of these exceptions. It is then not compared.
-_PROCESSOR_ERRORS: Final = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-    TypeError, ValueError,
-)  # fmt: skip
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 def probe_images() -> list[Image.Image]:

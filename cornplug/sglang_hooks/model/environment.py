@@ -361,7 +361,7 @@ def classify_environment(*, is_local: bool = False) -> SettingsVerdict:
         if name == HUB_VARIABLE and is_local:
             continue
         field = known.get(name)
-        if field is not None:  # SGLang's fields have no truth value.
+        if field is not None:  # bool() of SGLang's fields raises an error.
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text

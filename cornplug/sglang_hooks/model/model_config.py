@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.engine_config import judge_fields, remote_code_digest
-from cornplug.engine_common.model_identity import EngineModel, InitialModel, declares_quantization
+from cornplug.engine_common.model_identity import EngineModel, InitialModel, declares_quantisation
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, validated_families
 from cornplug.sglang_hooks.model import environment
@@ -144,7 +144,7 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
     config. Only `--json-model-override-args` changes values from the files.
     """
     values, defaults = _fields(settings)
-    quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
+    quantised = bool(settings.quantization) or declares_quantisation(model.hf_config)
     variables = environment.classify_environment(is_local=_is_local(settings, model))
     found = (judge_fields(SERVER_ARGS, values, defaults) | variables).overrides_or_raise()
     if quantised:
@@ -157,7 +157,7 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
         found[f"{SERVER_ARGS.class_name}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
-    if settings.quantization and not declares_quantization(model.hf_config):
+    if settings.quantization and not declares_quantisation(model.hf_config):
         # If an engine quantises weights while it loads them, the values are specific to the engine, because
         # scales and rounding differ.
         found["sglang_quantization"] = str(settings.quantization)

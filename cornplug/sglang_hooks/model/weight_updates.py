@@ -20,6 +20,9 @@ from cornplug.sglang_hooks.compat import Hook, logger
 _HARMLESS_RPC: Final = frozenset({"save_remote_model", "save_sharded_model"})
 _WEIGHTS_TAG: Final = "weights"
 
+_SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TOKENIZER: Final = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+
 
 def trusts_versions() -> bool:
     """Return whether a trainer's version may identify this server's weights."""
@@ -85,8 +88,6 @@ def _tokenizer_hook(function: Callable[[Any, Any], None]) -> Callable[..., None]
     return passed_on
 
 
-_SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_TOKENIZER: Final = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _HOOKED_CALLS: Final = (
     ("begin_weight_update", _before_update),
     ("update_weights_from_distributed", _before_update),

@@ -31,7 +31,7 @@ _encoder: Final = msgspec.json.Encoder()
 
 
 class LoggedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Entry in a line of the log."""
+    """Entry that a logged call read or wrote. `tag` is the start of its key in hex."""
 
     tag: str
     size_bytes: Count
@@ -39,7 +39,7 @@ class LoggedEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoggedCall(msgspec.Struct, frozen=True):
-    """Line of the log."""
+    """Line of the log: one call of a client, at the time `t`."""
 
     t: float
     app: str

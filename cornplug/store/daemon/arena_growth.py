@@ -3,7 +3,8 @@
 The kernel needs about 2 ms to allocate 8 MiB. During this time, the thread does not hold the interpreter's
 lock, so the daemon can reply to requests.
 
-    server ──want(target)──> thread: Arena.grow, step by step ──fileno() readable──> server: collect()
+    server ──request_growth(target)──> thread: SharedArena.grow, step by step ──fileno() readable──> server:
+    collect()
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _log = logging.getLogger("cornplug.store")
 
 
 class ArenaGrowth:
-    """Thread that allocates memory, which the index then collects. `fileno` is readable when there is memory
-    to collect."""
+    """Thread that allocates the arena's memory, so that the daemon's loop does not wait for the kernel.
+    `fileno` is readable when `collect` has new memory to report."""
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
@@ -53,8 +54,8 @@ class ArenaGrowth:
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
     def grow(self, missing_bytes: int) -> int | None:
-        """Return None if the thread will allocate the memory. Return 0 if there is no memory, so that the
-        index evicts entries."""
+        """Return None if the index should wait for memory that the thread allocates, or 0 if it should evict
+        entries because the host has no memory."""
         return 0 if self.exhausted else None
 
     def keep_headroom(self, placement: EntryPlacement) -> None:

@@ -163,8 +163,8 @@ class EntryWatchers:
         return self._far.stat() if self._far is not None else {}
 
     def keys_of(self, records: Sequence[int]) -> list[bytes]:
-        """Return the keys of the entries that have these records of the table now. `records` can be any
-        numbers."""
+        """Return the keys of the entries whose records in the table have these numbers. Numbers without an
+        entry are ignored."""
         if self._table is None:
             return []
         keys = [self._table.key_of(record) for record in records]
@@ -206,9 +206,9 @@ class EntryTableWriter:
         # The content of the table is for clients. This process reads it only to choose a lane, which is one
         # word of a bucket.
         self._record_and_lane: dict[bytes, tuple[int, int]] = {}
-        """Record number and tag word of each entry, by key."""
+        """Record number of each entry, and index of the word with its tag, by key."""
         self._untagged: Counter[int] = Counter()
-        """Number of entries without a tag, by the bucket's word."""
+        """Number of entries without a tag, by the index of the bucket's first word."""
         self._untagged_total = 0
         self._keys: dict[int, bytes] = {}
         self._free: list[int] = []
@@ -219,8 +219,8 @@ class EntryTableWriter:
         return len(self._record_and_lane)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Add to the table an entry that is new, or that was on disk only. If there is no free lane or
-        record, count the entry as untagged in its bucket."""
+        """Add an entry that is new, or that was on disk only, to the table. If its bucket has no word for a
+        tag, or all records are in use, only count the entry in its bucket."""
         at = self.shape.bucket_word(key)
         lane = self._choose_lane(key, at)
         record = self._allocate_record() if lane is not None else 0
@@ -272,8 +272,9 @@ class EntryTableWriter:
         )
 
     def _choose_lane(self, key: bytes, bucket_word: int) -> int | None:
-        """Return a lane for an entry in memory, or None. The choices, in this order, are the lane that shows
-        the entry as on disk, a free lane, and the lane of another entry that is on disk only."""
+        """Return the index of the word (lane) in the bucket for the tag of an entry in memory, or None if no
+        word can be used. The choices, in this order, are the word that shows this entry as on disk, a free
+        word, and the word of another entry that is on disk only."""
         if not self._words[HAS_DISK]:
             return self._find_lane(0, bucket_word)
         lane = self._find_lane(tag_of(key) | ON_DISK_RECORD, bucket_word)
@@ -285,7 +286,7 @@ class EntryTableWriter:
         return lane
 
     def key_of(self, record: int) -> bytes | None:
-        """Return the key of the entry that has this record now, or None. `record` can be any number."""
+        """Return the key of the entry whose record has this number, or None if there is no such entry."""
         return self._keys.get(record)
 
     def close(self) -> None:
@@ -302,7 +303,7 @@ class EntryTableWriter:
             del self._untagged[bucket_word]
 
     def _allocate_record(self) -> int:
-        """Return the number of an empty record, or 0 if there is none."""
+        """Take an unused record for a new entry, and return its number, or 0 if all records are in use."""
         if self._free:
             return self._free.pop()
         if self._used == self.shape.records:

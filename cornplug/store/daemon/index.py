@@ -345,22 +345,22 @@ class StoreIndex:
             return found
         if terms.only_seen and not self._sightings.check_and_record(key, part):
             return ReserveRefusal.FIRST_SIGHT
-        room = align_up(size)
-        if room > self.capacity_bytes:
+        reserved_bytes = align_up(size)
+        if reserved_bytes > self.capacity_bytes:
             return ReserveRefusal.TOO_LARGE
-        offset = self.placement.allocate(room, app)
+        offset = self.placement.allocate(reserved_bytes, app)
         if isinstance(offset, ReserveRefusal):
             return offset
         # This is the token of the entry's first writer, which is assigned next.
         generation = self._last_token + 1 | (PROMOTED if is_promotion else 0)
         fence = self._fences.open_slot(generation)
         if fence == NO_SLOT:
-            self.placement.free(offset, room)
+            self.placement.free(offset, reserved_bytes)
             return ReserveRefusal.FULL
-        self._charge(app, room)
+        self._charge(app, reserved_bytes)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
         return self._open_entries.create(
-            key, location, room, app=app, part=part, now_s=now_s, cost_s=terms.cost_s
+            key, location, reserved_bytes, app=app, part=part, now_s=now_s, cost_s=terms.cost_s
         )
 
     def _evict(self, entry: StoredEntry) -> None:

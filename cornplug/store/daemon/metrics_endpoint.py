@@ -99,7 +99,7 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
     hits: dict[tuple[str, ...], float] = {(name, MEMORY): one.hits for name, one in spaces}
     hits["", MEMORY] = stat.hits - sum(hits.values())
     reserved: dict[tuple[str, ...], float] = {
-        (name, answer): count for name, one in spaces for answer, count in one.reservations.items()
+        (name, outcome): count for name, one in spaces for outcome, count in one.reservations.items()
     }
     removed: dict[tuple[str, ...], float] = {
         (name, MEMORY, cause): count for name, one in spaces for cause, count in one.removals.items()

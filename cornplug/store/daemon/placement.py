@@ -119,7 +119,7 @@ def plan_eviction(
     for oldest in candidates:
         if budget.remaining <= 0:
             break
-        # Half of the looks are kept for later payloads of the call, instead of comparing more runs.
+        # Half of the budget is kept for later payloads of the call, instead of comparing more runs.
         if best and (
             not runs or budget.remaining < budget.total // 2 or candidates.group_of(oldest) is not source
         ):
@@ -139,7 +139,7 @@ def plan_eviction(
             if loss <= good:
                 break
         elif not bounded and not best:
-            # A partial eviction is the only progress if almost all looks were spent on this run.
+            # A partial eviction is the only progress if this run used more than half of the budget.
             return EvictionPlan(victims if begun > budget.total // 2 else [], False, tried[:-1])
         # A run that starts from another entry of this run would contain about the same entries.
         members.update(entry.location.offset for entry in victims)

@@ -41,6 +41,9 @@ RECLAIM_S: Final = 60.0
 The writer may be suspended during a copy. If the copy continues later, it can damage only the entries that
 then use this memory. Readers of these entries detect the damage by the checksums, count a miss and delete the
 entries."""
+BUCKET_S: Final = 1 / 32
+"""Maximum delay of an expiry in seconds."""
+T = TypeVar("T")
 
 
 class Sightings:
@@ -305,12 +308,6 @@ class OpenEntries:
             )
         else:
             self._free(open_entry)
-
-
-BUCKET_S: Final = 1 / 32
-"""Maximum delay of an expiry in seconds."""
-
-T = TypeVar("T")
 
 
 class ExpiryBuckets(Generic[T]):

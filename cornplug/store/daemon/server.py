@@ -348,11 +348,11 @@ class StoreServer:
                 terms = ReserveTerms(app, part, only_seen, cost_s)
                 check_terms(terms)
                 self._collect_reads()
-                answers = index.reserve(
+                results = index.reserve(
                     owner, wanted, terms, now_s=now_s, truncate_after=messages.TRUNCATE_AFTER_EXAMINED
                 )
                 return messages.ReserveReply(
-                    [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
+                    [a.value if isinstance(a, ReserveRefusal) else a for a in results]
                 )
             case messages.CommitRequest(tokens, metas):
                 messages.check_count(len(tokens))

@@ -143,8 +143,8 @@ class StoreCounters:
     def count_reservations(self, app: str, results: Sequence[Reservation | ReserveRefusal]) -> None:
         """Count the results of reservations."""
         counts = self.namespaces[self._namespace_of(app)].reservations
-        for answer in results:
-            counts[answer.value if isinstance(answer, ReserveRefusal) else GIVEN] += 1
+        for result in results:
+            counts[result.value if isinstance(result, ReserveRefusal) else GIVEN] += 1
 
     def count_added(self, app: str) -> None:
         """Count a published entry."""

@@ -293,8 +293,8 @@ class DiskSpace:
             wanted.append((keeps, record))
         wanted.reverse()
         for keeps, record in sorted(wanted, key=lambda one: not one[0]):
-            room = new.size_bytes + record.record_bytes <= self.segment_bytes // 2
-            if room and (keeps or record.was_read):
+            fits = new.size_bytes + record.record_bytes <= self.segment_bytes // 2
+            if fits and (keeps or record.was_read):
                 moves.append((record, self._newest, new.size_bytes))
                 new.size_bytes += record.record_bytes
             else:

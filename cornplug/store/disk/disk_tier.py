@@ -3,7 +3,7 @@
     committed, read ──> queue ──> a segment, by the writer     entries are written once, sealed
     recalled        ──> memory, by readers (`promotions.py`)
     evicted                                                    the table shows it as on disk only
-    deleted, purged, expired                                   the record is ended too
+    deleted, purged, expired                                   the record is marked as ended
     restart         ──> scan of headers (`segment_files.py`)   the table shows the entries that it finds
 
 Only the daemon's loop calls the tier, and no call blocks. Entries are not leased while they are written. An

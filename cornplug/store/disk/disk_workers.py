@@ -1,6 +1,6 @@
 """Threads of a tier: one writer and several readers. The daemon's loop does not wait for them.
 
-    loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
+    loop ──write(work, on_done)──> thread: work() ──fileno() readable──> loop: collect() calls on_done(result)
 
 The threads do reads for which a client waits before background reads. Encryption, decryption and system calls
 run without the interpreter's lock, so the loop replies in parallel.

@@ -31,7 +31,7 @@ class Promotions:
 
     Args:
         max_bytes: Maximum payload bytes recalled at a time. More entries would evict one another.
-        delete: Function that ends an entry on disk, with a cause.
+        delete: Function that deletes an entry from the disk, with the cause.
     """
 
     def __init__(
@@ -106,18 +106,18 @@ class Promotions:
             if self._space.find(key) is not record or self._index.find(key):
                 self._release_bytes(record)
                 continue
-            room = self._index.reserve(
+            reservation = self._index.reserve(
                 DISK_OWNER, [(key, record.payload_bytes)], ReserveTerms(record.app, cost_s=record.cost_s),
                 now_s=time.monotonic(), is_promotion=True,
             )[0]  # fmt: skip
-            if room is ReserveRefusal.GROWING:
+            if reservation is ReserveRefusal.GROWING:
                 self._enqueue(record, at_front=True)
                 return
-            if isinstance(room, Reservation):
-                self._start_read(record, room)
+            if isinstance(reservation, Reservation):
+                self._start_read(record, reservation)
             else:
                 self._release_bytes(record)
-                self._counters.reads[room.value] += 1
+                self._counters.reads[reservation.value] += 1
 
     def _start_read(self, record: DiskRecord, reservation: Reservation) -> None:
         self._reading[record.key] = record

@@ -68,6 +68,13 @@ _RECORD_DOMAIN: Final = b"cornplug disk record 1"
 _HEADER_DOMAIN: Final = b"cornplug disk header 1"
 _KEY_BYTES: Final = 32
 _META_PIECE: Final = 0
+_NAME_DOMAIN: Final = b"cornplug far name 1"
+_FAR_RECORD_DOMAIN: Final = b"cornplug far record 1"
+_SECRET_DOMAIN: Final = b"cornplug far secret 1"
+_FAR_PREFIX: Final = struct.Struct("<4sH4s16sI")
+_FAR_MAGIC: Final = b"CPFR"
+_FAR_VERSION: Final = 2
+_MAX_FAR_HEAD_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,15 +219,6 @@ def derive_key(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     return HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)
-
-
-_NAME_DOMAIN: Final = b"cornplug far name 1"
-_FAR_RECORD_DOMAIN: Final = b"cornplug far record 1"
-_SECRET_DOMAIN: Final = b"cornplug far secret 1"
-_FAR_PREFIX: Final = struct.Struct("<4sH4s16sI")
-_FAR_MAGIC: Final = b"CPFR"
-_FAR_VERSION: Final = 2
-_MAX_FAR_HEAD_BYTES: Final = 1 << 24
 
 
 class RecordHead(msgspec.Struct, frozen=True, array_like=True):

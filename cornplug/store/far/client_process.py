@@ -95,10 +95,10 @@ class ProcessFarStore:
             if self._client.has_exited:
                 self._client = self._start_client()
             client = self._client
-        answer = client.call(request)
-        if answer.failure:
-            raise FarFailure(answer.failure)
-        return answer
+        reply = client.call(request)
+        if reply.failure:
+            raise FarFailure(reply.failure)
+        return reply
 
 
 class _Client:
@@ -146,7 +146,7 @@ class _Client:
                     raise FarFailure(f"the process {self._name} has not started yet")
                 channel.recv_bytes()
             channel.send_bytes(msgspec.msgpack.encode(request))
-            answer = msgspec.msgpack.decode(channel.recv_bytes(), type=FarReply)
+            reply = msgspec.msgpack.decode(channel.recv_bytes(), type=FarReply)
         except FarFailure:
             raise
         except (OSError, EOFError, Empty) as e:
@@ -154,7 +154,7 @@ class _Client:
             self._process.wait()
             raise FarFailure(f"{self._name}: {type(e).__name__} {e}") from None
         self._idle.put((channel, True))
-        return answer
+        return reply
 
     def close(self) -> None:
         """Close the idle sockets, so that the process releases its resources and ends."""

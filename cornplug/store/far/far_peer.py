@@ -1,9 +1,10 @@
 """One far store as used by the daemon's loop: its threads, a circuit breaker, and the keys of its entries.
 
-    ask(keys)  ──> one lookup at a time, with all keys queued since ──> found(peer, keys), over()
-    fetch(key) ──> the entry's record, with its head opened
-    offer(key) ──> queue ──> sealed and put, unless the store has the record
-    forget(key) ─> the record is deleted, if the entry was deleted
+    look_up(keys) ──> one lookup at a time, with all keys queued since ──> on_found(peer, keys), on_done()
+    fetch(key)    ──> the entry's record, with its head opened
+    offer(key)    ──> queue ──> sealed and put, unless the store has the record
+    delete(key)   ──> queue ──> the record is deleted
+    forget(key)   ──> the record is no longer read
 
 At first, a far store is off: only probes are sent, which check whether it responds. A lookup or a read that
 fails or misses its deadline turns the store off again. The pause before the next probe grows with each
@@ -25,14 +26,14 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from cornplug.store.connection import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_format import FarRecord, FarSealer
-from cornplug.store.far.far_questions import FarLookupQueue, pop_first
+from cornplug.store.far.far_lookup_queue import FarLookupQueue, RecentKeys, pop_first
 from cornplug.store.far.open_far import LOOKUP_TIMEOUT_S, TRANSFER_TIMEOUT_S, FarFailure, FarStore
 from cornplug.store.store_stats import FarStat
 
@@ -57,35 +58,6 @@ T = TypeVar("T")
 WriteFunction = Callable[[FarStore, bool], tuple[str, int]]
 """Function that seals an entry and puts it into the far store. If the flag is set, it replaces an existing
 record. It returns the outcome and the number of bytes written."""
-
-
-class RecentKeys:
-    """Set of the `max_keys` newest keys, each of which is remembered for `ttl_s`. Not thread-safe."""
-
-    def __init__(self, *, ttl_s: float, max_keys: int) -> None:
-        self._ttl_s, self._max_keys = ttl_s, max_keys
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._until_s)
-
-    def is_recent(self, key: bytes, now_s: float) -> bool:
-        """Return whether a key is recent."""
-        return self._until_s.get(key, now_s) > now_s
-
-    def add(self, keys: Iterable[bytes], now_s: float) -> None:
-        """Mark these keys as recent."""
-        for key in keys:
-            self._until_s[key] = now_s + self._ttl_s
-            self._until_s.move_to_end(key)
-        while self._until_s and (
-            len(self._until_s) > self._max_keys or next(iter(self._until_s.values())) <= now_s
-        ):
-            self._until_s.popitem(last=False)
-
-    def forget(self, key: bytes) -> None:
-        """Remove a key."""
-        self._until_s.pop(key, None)
 
 
 class CallHealth:
@@ -252,15 +224,16 @@ class FarPeer:
         if may_ask and seen_s < max(self._recovered_s, time.monotonic() - CONFIRM_INTERVAL_S):
             self._lookups.add(key)
 
-    def forget(self, key: bytes, *, until_rewritten: bool, delete: bool = False) -> None:
-        """Stop reading this entry from the far store until a lookup finds it again, or with
-        `until_rewritten`, until the entry is written again.
-
-        Args:
-            delete: Whether to delete the entry's record, if the far store is known to have it.
-        """
-        if delete and (key in self._known or key in self._writing):
+    def delete(self, key: bytes) -> None:
+        """Stop reading this entry from the far store until the entry is written again, and delete its record
+        if the far store is known to have it."""
+        if key in self._known or key in self._writing:
             _put_bounded(self._to_delete, key, None)
+        self.forget(key, until_rewritten=True)
+
+    def forget(self, key: bytes, *, until_rewritten: bool) -> None:
+        """Stop reading this entry from the far store until a lookup finds it again, or with
+        `until_rewritten`, until the entry is written again."""
         if key in self._writing:
             self._writing[key].is_deleted = True
         self._known.pop(key, None)

@@ -100,7 +100,7 @@ class FarTier:
         """Stop reading a deleted or expired entry from the peers, and delete it from the peers that are known
         to have it. Return whether the table showed the entry because of this tier."""
         for peer in self._peers:
-            peer.forget(key, until_rewritten=True, delete=True)
+            peer.delete(key)
         self._waiting.pop(key, None)
         return self._hide(key)
 
@@ -139,11 +139,11 @@ class FarTier:
         """Process the results of the threads, and start more work."""
         for peer in self._peers:
             peer.step(self._make_write)
-        answers = any(peer.is_up for peer in self._peers)
-        if answers != self._is_up:
-            self._is_up = answers
-            self._show_far_up(answers)
-        if not answers:
+        is_up = any(peer.is_up for peer in self._peers)
+        if is_up != self._is_up:
+            self._is_up = is_up
+            self._show_far_up(is_up)
+        if not is_up:
             for key in list(self._shown)[:_HIDDEN_PER_STEP]:
                 self._waiting.pop(key, None)
                 self._hide(key)
@@ -213,21 +213,21 @@ class FarTier:
         while self._arrived:
             key, record = self._arrived[0]
             head = record.head
-            room = self._index.reserve(
+            reservation = self._index.reserve(
                 FAR_OWNER, [(key, head.payload_bytes)], ReserveTerms(head.app, cost_s=head.cost_s),
                 now_s=time.monotonic(), is_promotion=True,
             )[0]  # fmt: skip
-            if room is ReserveRefusal.GROWING:
+            if reservation is ReserveRefusal.GROWING:
                 return
             self._arrived.popleft()
             peer = self._fetching[key]
-            if isinstance(room, Reservation):
-                work = functools.partial(self._open_record, record, room)
-                peer.run_on_reader(work, functools.partial(self._on_opened, key, record, room))
+            if isinstance(reservation, Reservation):
+                work = functools.partial(self._open_record, record, reservation)
+                peer.run_on_reader(work, functools.partial(self._on_opened, key, record, reservation))
             else:
                 # The table keeps showing the entry, because memory may be available later.
                 del self._fetching[key]
-                peer.read_counts[room.value] += 1
+                peer.read_counts[reservation.value] += 1
 
     def _open_record(self, record: FarRecord, reservation: Reservation) -> bool:
         """Open a record into the reserved memory. Return False if the reservation has already ended. Runs on

@@ -140,13 +140,13 @@ class NixlAgent:
         self._nixl: Any = nixl_agent(secrets.token_hex(8), config)
         self.segment = TransferMemory(segment_bytes)
         self._nixl.register_memory([_memory_descriptor(self.segment)], "DRAM")
-        rooms = [TransferMemory(buffer_bytes) for _ in range(_RECEIVE_BUFFERS)]
-        registered = self._nixl.register_memory([_memory_descriptor(room) for room in rooms], "DRAM")
+        buffers = [TransferMemory(buffer_bytes) for _ in range(_RECEIVE_BUFFERS)]
+        registered = self._nixl.register_memory([_memory_descriptor(buffer) for buffer in buffers], "DRAM")
         self.metadata: bytes = self._nixl.get_partial_agent_metadata(registered, True, ["UCX"])
         """Data with which other agents can connect to this agent, and write only into its receive buffers."""
         self._free_buffers: SimpleQueue[TransferMemory] = SimpleQueue()
-        for room in rooms:
-            self._free_buffers.put(room)
+        for buffer in buffers:
+            self._free_buffers.put(buffer)
 
     def add_agent(self, metadata: bytes) -> str:
         """Add another agent and return its name, which `send` needs. `metadata` must come from a trusted
@@ -197,17 +197,17 @@ class NixlAgent:
     def receive_buffer(self, within_s: float) -> Iterator[TransferMemory]:
         """Yield a receive buffer for a record of another agent. Raises TimeoutError if no buffer is free."""
         try:
-            room = self._free_buffers.get(timeout=within_s)
+            buffer = self._free_buffers.get(timeout=within_s)
         except Empty:
             raise TimeoutError(f"no memory for a record is free within {within_s:g} s") from None
         try:
-            yield room
+            yield buffer
         except BaseException:
-            late = threading.Timer(_QUARANTINE_S, self._free_buffers.put, [room])
+            late = threading.Timer(_QUARANTINE_S, self._free_buffers.put, [buffer])
             late.daemon = True
             late.start()
             raise
-        self._free_buffers.put(room)
+        self._free_buffers.put(buffer)
 
 
 def _memory_descriptor(memory: TransferMemory) -> tuple[int, int, int, str]:

@@ -51,6 +51,12 @@ _PROGRESS_S: Final = 0.0001
 _RETRY_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 _MAX_CALLERS: Final = 64
 _MAX_FOUND: Final = 1 << 16
+MAX_MESSAGE_BYTES: Final = 1 << 20
+_NONCE_BYTES: Final = 16
+_MAC_BYTES: Final = 16
+_CHANNEL_DOMAIN: Final = b"cornplug member 1"
+_REST_TIMEOUT: Final = struct.pack("@ll", 2, 0)
+"""Time limit for the rest of a message whose first bytes have arrived. This is 2 s as `struct timeval`."""
 
 
 class MemberSettings(msgspec.Struct, frozen=True):
@@ -200,8 +206,8 @@ class Member:
                 case "delete":
                     for name in names:
                         self._ring.delete(name)
-                    answers = self._request_all(MemberRequest("delete", names))
-                    if len(answers) < len(self._others):
+                    replies = self._request_all(MemberRequest("delete", names))
+                    if len(replies) < len(self._others):
                         # A disconnected member may still have the records. The daemon deletes them again.
                         return FarReply(failure="not every member has deleted the records")
                     return FarReply()
@@ -233,8 +239,8 @@ class Member:
 
     def _find(self, names: Sequence[str]) -> list[bool]:
         there = [name in self._ring for name in names]
-        for other, answer in self._request_all(MemberRequest("exists", names)):
-            for number, has in enumerate(answer.there[: len(names)]):
+        for other, reply in self._request_all(MemberRequest("exists", names)):
+            for number, has in enumerate(reply.there[: len(names)]):
                 if has and not there[number]:
                     there[number] = True
                     self._last_holder[names[number]] = other
@@ -253,8 +259,8 @@ class Member:
                     locks.callback(other.lock.release)
                     if other.send(request):
                         asked.append(other)
-            answers = [(other, other.receive_reply(end_s)) for other in asked]
-        return [(other, answer) for other, answer in answers if answer is not None]
+            replies = [(other, other.receive_reply(end_s)) for other in asked]
+        return [(other, reply) for other, reply in replies if reply is not None]
 
     def _get(self, name: str) -> bytes | None:
         own = self._ring.get(name)
@@ -267,14 +273,14 @@ class Member:
             if not other.is_connected:
                 continue
             left_s = max(0.0, end_s - time.monotonic())
-            with contextlib.suppress(TimeoutError), self._agent.receive_buffer(left_s) as room, other.lock:
-                if not other.send(MemberRequest("send", [name], address=room.address)):
+            with contextlib.suppress(TimeoutError), self._agent.receive_buffer(left_s) as buffer, other.lock:
+                if not other.send(MemberRequest("send", [name], address=buffer.address)):
                     continue
-                answer = other.receive_reply(end_s, run_nixl=True)
-                if answer is None:
+                reply = other.receive_reply(end_s, run_nixl=True)
+                if reply is None:
                     raise TimeoutError  # The memory is not reused yet, because the record may still arrive.
-                if 0 <= answer.size_bytes <= room.view.nbytes:
-                    return bytes(room.view[: answer.size_bytes])
+                if 0 <= reply.size_bytes <= buffer.view.nbytes:
+                    return bytes(buffer.view[: reply.size_bytes])
         return None
 
 
@@ -361,14 +367,6 @@ def _log_line(what: str) -> None:
     print(f"cornplug: nixl://: {what}", file=sys.stderr, flush=True)
 
 
-MAX_MESSAGE_BYTES: Final = 1 << 20
-_NONCE_BYTES: Final = 16
-_MAC_BYTES: Final = 16
-_DOMAIN: Final = b"cornplug member 1"
-_REST_TIMEOUT: Final = struct.pack("@ll", 2, 0)
-"""Time limit for the rest of a message whose first bytes have arrived. This is 2 s as `struct timeval`."""
-
-
 class MemberChannel:
     """Authenticated connection to another member, used by one thread at a time. Calls raise OSError or
     EOFError if the connection fails. The channel is then unusable.
@@ -394,7 +392,7 @@ class MemberChannel:
             self._connection.close()
             raise
         asker, listener = (mine, theirs) if is_client else (theirs, mine)
-        self._key = hmac.digest(key, _DOMAIN + asker + listener, hashlib.sha256)
+        self._key = hmac.digest(key, _CHANNEL_DOMAIN + asker + listener, hashlib.sha256)
         # Each direction has its own mark, so that a message that is sent back to its sender is not valid.
         self._send_mark, self._receive_mark = (b">", b"<") if is_client else (b"<", b">")
         self._send_numbers, self._receive_numbers = itertools.count(), itertools.count()

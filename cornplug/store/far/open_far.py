@@ -34,6 +34,10 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
 _SCHEMES_WITH_SECRET: Final = frozenset({"nixl"})
 """Schemes whose hosts prove to each other that they have the domain's secret, so the secret is passed to the
 function that opens the URL."""
+LOOKUP_TIMEOUT_S: Final = 0.25
+"""Deadline of a lookup in seconds."""
+TRANSFER_TIMEOUT_S: Final = 2.0
+"""Deadline of one record's transfer, in either direction, in seconds."""
 
 
 def parse_query(url: str, model: type[Fields]) -> Fields:
@@ -108,12 +112,6 @@ def _open_url(url: str, label: str, secret: bytes) -> FarStore:
             f"Run: pip install 'cornplug[{extra}]'",
         ) from e
     return store
-
-
-LOOKUP_TIMEOUT_S: Final = 0.25
-"""Deadline of a lookup in seconds."""
-TRANSFER_TIMEOUT_S: Final = 2.0
-"""Deadline of one record's transfer, in either direction, in seconds."""
 
 
 class FarFailure(OSError):

@@ -1,7 +1,7 @@
 """Loads and saves on a rank whose GPU copies KV pages directly to and from the store's memory (its arena).
 
 The engine's own thread starts the copies and polls them between steps. No other thread or host buffer is
-used, and no CPU touches the pages' bytes. `KVWorker` copies pages outside the memory that the device can
+used, and no CPU touches the pages' bytes. `GroupWorker` copies pages outside the memory that the device can
 access.
 """
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common.model_identity import only_engine_of_latents
 from cornplug.errors import CheckpointError, LayoutError
 from cornplug.kv_page import PLANES, PageGeometry, RankSlice, count_layer_runs, tensor_parallel_heads
@@ -217,22 +217,13 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     return RankSlice(heads=heads, layers=layers, writes=writes)
 
 
-def caches_in_page_order(
-    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return this rank's KV caches by layer name, in the order of the layers in a page.
-
-    A layer that uses another layer's cache is left out, because the page already contains that cache. With
-    pipeline parallelism, the layer is kept and the worker rejects it, because the number of layers in a page
-    is then fixed.
-    """
+def layers_in_page_order(config: VllmConfig, cache: KVCacheConfig) -> tuple[str, ...]:
+    """Return the layer names of a model with a single cache group, in the order of the layers in a page. With
+    pipeline parallelism, `cache` may have only the layers of one stage."""
     if config.parallel_config.pipeline_parallel_size > 1:
-        names = sorted(kv_caches, key=layer_number)
-    else:
-        target, drafts = _split_layers(config, cache)
-        names = [*target, *drafts]
-    # The worker rejects a registration of fewer caches than expected.
-    return {name: kv_caches[name] for name in names if name in kv_caches}
+        return tuple(sorted(cache.kv_cache_groups[0].layer_names, key=layer_number))
+    target, drafts = _split_layers(config, cache)
+    return (*target, *drafts)
 
 
 def require_complete_contexts(config: VllmConfig) -> None:

@@ -80,7 +80,7 @@ class GroupOffers(LoadOffers):
                 pages = range(wanted.start, max(wanted.start, end))
                 end = wanted.start + len(self._find_stored(tracked, own, pages))
         absent_pages = range(max(end, wanted.start), tracked.keys.count_pages(request.num_tokens - 1))
-        if self._query_far(
+        if self._start_far_lookup(
             tracked, absent_pages, lambda pages: self._keys_of(tracked, [pages] * len(named), named)
         ):
             return
@@ -373,17 +373,19 @@ class WindowSaves(PageSaves):
         super()._unwatch(page)
         self._unpin(page)
 
-    def _make_page_saves(self, pages: list[tuple[PendingPage, Reservation]]) -> list[PageSave]:
+    def _create_page_saves(self, pages: list[tuple[PendingPage, Reservation]]) -> list[PageSave]:
         if not self._open[pages[0][1].token].is_pinned:
-            return super()._make_page_saves(pages)
+            return super()._create_page_saves(pages)
         # Either a page is a multiple of a block or a block is a multiple of a page.
         per_unit = max(1, self._block_size // self._page.page_tokens)
         writes, blocks = [], []
         name = save_name(pages[0][0].tracked.request.request_id, pages[0][1])
-        for place, (page, room) in enumerate(pages):
-            writes.append(PageWrite(place * per_unit + page.index % per_unit, room.token, room.location))
+        for place, (page, reservation) in enumerate(pages):
+            writes.append(
+                PageWrite(place * per_unit + page.index % per_unit, reservation.token, reservation.location)
+            )
             blocks += [block.block_id for block in page.blocks]
-            self._open[room.token].name = name
+            self._open[reservation.token].name = name
         return [PageSave(name, tuple(writes), tuple(blocks), self.group)]
 
     def _close(self, token: int, save: OpenSave) -> None:

@@ -133,7 +133,7 @@ class IdleSaves:
             return
         keys = tracked.unsaved_keys | {asked.index: asked.key for asked in tracked.pending_pages}
         kept = self.events.spans_by_page(tracked, keys) if self.events is not None else {}
-        pages = {i: self._make_page(block_ids, i, keys[i], kept.get(i)) for i in sorted(keys)}
+        pages = {i: self._create_page(block_ids, i, keys[i], kept.get(i)) for i in sorted(keys)}
         if tracked.pending_pages:
             self._reserving.append((tracked, pages))
         else:
@@ -178,8 +178,8 @@ class IdleSaves:
         self._open_saves = {
             token: save for token, save in self._open_saves.items() if self._saves.is_open(token)
         }
-        room = self._batch_pages - len(self._open_saves)
-        pages = self._take_unsaved(min(room, self._count_free_pages())) if room > 0 else []
+        free_slots = self._batch_pages - len(self._open_saves)
+        pages = self._take_unsaved(min(free_slots, self._count_free_pages())) if free_slots > 0 else []
         return self._reserve(pages) if pages else []
 
     def clear(self) -> None:
@@ -220,7 +220,7 @@ class IdleSaves:
                 self._finished.pop()
         return pages
 
-    def _make_page(
+    def _create_page(
         self, ids: Sequence[int], index: int, key: bytes, event_span: PageSpan | None
     ) -> _UnsavedPage:
         """Create the record of page `index` of a request with the block ids `ids`. The record keeps only the
@@ -233,14 +233,14 @@ class IdleSaves:
         return _UnsavedPage(key, place // self._page.page_tokens, blocks, hashes, event_span)
 
     def _reserve(self, pages: list[_UnsavedPage]) -> list[PageSave]:
-        answers = self._publisher.reserve([page.key for page in pages])
-        self._store_failed = None in answers
+        replies = self._publisher.reserve([page.key for page in pages])
+        self._store_failed = None in replies
         writes = []
-        for page, answer in zip(pages, answers, strict=True):
-            if answer is None or answer is ReserveRefusal.GROWING:
+        for page, reply in zip(pages, replies, strict=True):
+            if reply is None or reply is ReserveRefusal.GROWING:
                 self._retry_pages.append(page)
-            elif isinstance(answer, Reservation):
-                writes.append(self._begin_save(page, answer))
+            elif isinstance(reply, Reservation):
+                writes.append(self._begin_save(page, reply))
         return writes
 
     def _begin_save(self, page: _UnsavedPage, reservation: Reservation) -> PageSave:

@@ -105,7 +105,7 @@ class LoadOffers:
             and self._waits_for_recall(tracked.recall)
         ):
             return None
-        if tracked.far_query is not None and self._waits_for_far(tracked):
+        if tracked.far_lookup is not None and self._waits_for_far(tracked):
             return None
         offer = tracked.offer
         if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
@@ -115,7 +115,7 @@ class LoadOffers:
             with count_as_miss(self._tally, self._runtime.app, KV_PAGE):
                 self._look_up(tracked, offer)
             recalls = tracked.recall is not None and not tracked.recall.is_over
-            if recalls or (tracked.far_query is not None and tracked.far_query.end_s > time.monotonic()):
+            if recalls or (tracked.far_lookup is not None and tracked.far_lookup.end_s > time.monotonic()):
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
@@ -138,25 +138,25 @@ class LoadOffers:
 
     def _waits_for_far(self, tracked: TrackedRequest) -> bool:
         """Return whether the request still waits for far stores' replies."""
-        assert tracked.far_query is not None
-        waits = self._recalls.is_waiting_for_far(tracked.far_query)
+        assert tracked.far_lookup is not None
+        waits = self._recalls.is_waiting_for_far(tracked.far_lookup)
         if not waits:
-            tracked.far_query.end_s = 0.0
+            tracked.far_lookup.end_s = 0.0
         return waits
 
-    def _query_far(
+    def _start_far_lookup(
         self, tracked: TrackedRequest, absent: range, keys_of: Callable[[range], Sequence[bytes]]
     ) -> bool:
-        """Query far stores for absent pages, at most once per request. Returns True if the request now waits
-        for replies, so that the caller must end the lookup."""
+        """Start to look up absent pages in far stores, at most once per request. Returns True if the request
+        now waits for replies, so that the caller must end its own lookup."""
         if not absent or not self._runtime.store.is_far_up:
             return False
-        if tracked.far_query is not None or not self._can_recall(tracked):
+        if tracked.far_lookup is not None or not self._can_recall(tracked):
             return False
         some = range(absent.start, min(absent.stop, absent.start + MAX_FAR_LOOKUP_KEYS))
         tokens = len(absent) * self._page.page_tokens
-        tracked.far_query = self._recalls.query_far(keys_of(some), tokens=tokens)
-        return tracked.far_query is not None
+        tracked.far_lookup = self._recalls.start_far_lookup(keys_of(some), tokens=tokens)
+        return tracked.far_lookup is not None
 
     def _begin_recall(
         self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int
@@ -194,7 +194,7 @@ class LoadOffers:
         end_page = wanted.start + len(keys)
         if self._runtime.store.is_far_up:
             keys_of = functools.partial(tracked.keys.keys_for, request.all_token_ids)
-            if self._query_far(tracked, range(end_page, nameable.stop), keys_of):
+            if self._start_far_lookup(tracked, range(end_page, nameable.stop), keys_of):
                 return
         tokens = end_page * page.page_tokens - offer.computed
         if self._begin_recall(tracked, keys, tokens=tokens, pages=len(keys)):
@@ -347,8 +347,8 @@ class PageRecall:
 
 
 @dataclass(slots=True)
-class FarQuery:
-    """Pending query to far stores for a request's absent pages. A request has at most one such query."""
+class FarLookup:
+    """Pending lookup of a request's absent pages in far stores. A request has at most one such lookup."""
 
     ticket: int
     end_s: float
@@ -356,7 +356,8 @@ class FarQuery:
 
 
 class PageRecalls:
-    """Reads pages from disk and queries far stores for one scheduler half. Used by the engine's thread."""
+    """Reads pages from disk and looks up pages in far stores for one scheduler half. Used by the engine's
+    thread."""
 
     def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
         self._runtime, self._costs = runtime, costs
@@ -368,22 +369,22 @@ class PageRecalls:
         """Whether any request waits for pages from disk or far stores. vLLM polls this in every step."""
         return time.monotonic() - self._last_wait_s < _WAIT_TIMEOUT_S
 
-    def query_far(self, keys: Sequence[bytes], *, tokens: int) -> FarQuery | None:
-        """Query far stores for the pages with these keys, which contain the first of `tokens` absent tokens.
-        Returns None if a recent lookup of these pages is complete, or if no far store responds. Raises
-        StoreUnavailable."""
+    def start_far_lookup(self, keys: Sequence[bytes], *, tokens: int) -> FarLookup | None:
+        """Start to look up the pages with these keys, which contain the first of `tokens` absent tokens, in
+        far stores. Returns None if a recent lookup of these pages is complete, or if no far store responds.
+        Raises StoreUnavailable."""
         ticket = self._runtime.store.start_far_lookup(keys)
         if not ticket:
             return None
         now_s = self._last_wait_s = time.monotonic()
-        return FarQuery(ticket, now_s + self._costs.far_wait_s(tokens))
+        return FarLookup(ticket, now_s + self._costs.far_wait_s(tokens))
 
-    def is_waiting_for_far(self, query: FarQuery) -> bool:
-        """Return whether the request should still wait for far stores' replies to a query. Far stores are
-        queried for a few pages of a long prompt at a time, so the arrival of the first pages does not end the
-        wait. Sends no message."""
+    def is_waiting_for_far(self, lookup: FarLookup) -> bool:
+        """Return whether the request should still wait for far stores' replies to a lookup. A few pages of a
+        long prompt are looked up at a time, so the arrival of the first pages does not end the wait. Sends no
+        message."""
         now_s = time.monotonic()
-        if now_s >= query.end_s or self._runtime.store.is_far_lookup_done(query.ticket):
+        if now_s >= lookup.end_s or self._runtime.store.is_far_lookup_done(lookup.ticket):
             return False
         self._last_wait_s = now_s
         return True

@@ -250,8 +250,8 @@ class TransferReports:
     # -- movers -----------------------------------------------------------------------------------
 
     def end_load(self, load: PageLoad, complete_pages: int, reason: str, seconds: float) -> None:
-        """Record the end of a load with `check_page_headers` complete leading pages. `reason` is why the load
-        failed, or "" if all pages are complete."""
+        """Record the end of a load, whose first `complete_pages` pages are loaded. `reason` is why the load
+        failed, or "" if all pages are loaded."""
         first_bad = min((load.first_page + complete_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:

@@ -240,10 +240,10 @@ class PageEvents:
     def register_pages(self, tracked: TrackedRequest, pages: range) -> None:
         """Register pages of a request that the store has now or will have after the next step. They will be
         announced."""
-        for span in self._make_spans(tracked, pages, include_known=False):
+        for span in self._build_spans(tracked, pages, include_known=False):
             self._registered[span.keys[-1]] = span
 
-    def _make_spans(self, tracked: TrackedRequest, pages: range, *, include_known: bool) -> list[PageSpan]:
+    def _build_spans(self, tracked: TrackedRequest, pages: range, *, include_known: bool) -> list[PageSpan]:
         """Return the spans that contain these pages of a request. Spans that are already announced or
         registered are left out unless `include_known` is set."""
         spans, keys = self._spans, tracked.keys
@@ -296,7 +296,7 @@ class PageEvents:
         if self._spans is None or not wanted:
             return {}
         many = self._spans.span_pages
-        found = self._make_spans(tracked, range(wanted[0], wanted[-1] + 1), include_known=True)
+        found = self._build_spans(tracked, range(wanted[0], wanted[-1] + 1), include_known=True)
         first = wanted[0] // many
         return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import ref
 
-from cornplug.identity import LINK_TOKENS, hash_chain, media_lineage, page_keys, placeholder_tokens
+from cornplug.identity import LINK_TOKENS, hash_chain, media_item_lineage, page_keys, placeholder_tokens
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 from cornplug.vllm_connector.media.mm_identifiers import key_of
@@ -47,6 +47,8 @@ _OBSERVABLE_CONNECTORS: Final = frozenset({"LMCacheMPConnector", "NixlConnector"
 to the connector."""
 
 _connecting: Final = threading.local()
+
+_MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class PageKeys:
             else:
                 # The known tokens may end inside the media item, so count the embeddings of the complete
                 # item.
-                wide = placeholder_tokens(media_lineage(key, position.get_num_embeds()))
+                wide = placeholder_tokens(media_item_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
@@ -123,7 +125,7 @@ class PageKeys:
 
     def keys_for(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
         """Return the keys of the pages with these indices. `pages` is in ascending order, and each index is
-        less than `pages(len(token_ids))`."""
+        less than `count_pages(len(token_ids))`."""
         if not pages:
             return []
         self._extend_chain(token_ids, pages[-1] + 1)
@@ -267,8 +269,6 @@ def _update_state_after_alloc(
                 connector._on_other_connector_load()
     return original(multi, request, blocks, num_external_tokens)
 
-
-_MULTI: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.request", "Request.from_engine_core_request", _from_engine_core_request),

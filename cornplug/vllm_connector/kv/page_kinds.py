@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.errors import LayoutError
 from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import CombinedPageSize, PageGeometry, PageSize, tensor_parallel_heads
@@ -28,6 +28,7 @@ from cornplug.vllm_connector.kv.cache_geometry import (
     checked_draft_config,
     find_unlisted_field,
     layer_number,
+    layers_in_page_order,
     page_dtype,
     page_geometry,
     require_complete_contexts,
@@ -192,7 +193,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
         raise LayoutError("this engine has no KV", reason="layout")
     if len(groups) == 1:
         geometry = page_geometry(config, cache, page_tokens)
-        return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
+        names = layers_in_page_order(config, cache)
+        return (PageKind(geometry, groups[0].kv_cache_spec.block_size, names),)
     several = f"{len(groups)} KV cache groups (a hybrid model)"
     require_complete_contexts(config)
     if config.parallel_config.pipeline_parallel_size > 1:
@@ -203,7 +205,7 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     drafts = draft_layers(config, cache)
     _require_model_layers(config, cache, drafts)
     page_tokens = max(of_states, default=page_tokens)
-    kinds = tuple(_make_kind(config, group, page_tokens, several, drafts) for group in groups)
+    kinds = tuple(_create_kind(config, group, page_tokens, several, drafts) for group in groups)
     if not any(kind.needs_all_pages for kind in kinds):
         raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
@@ -242,7 +244,7 @@ def _require_model_layers(config: VllmConfig, cache: KVCacheConfig, drafts: Mapp
             )
 
 
-def _make_kind(
+def _create_kind(
     config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, description: str, drafts: Mapping[str, int]
 ) -> PageKind:
     from vllm.v1.kv_cache_interface import (

@@ -259,15 +259,15 @@ class PageSaves:
 
     def _send_reservations(self, wanted: list[PendingPage]) -> bool:
         """Send reservations for these pages to the store. Returns whether the reply has already arrived."""
-        room = max(
+        free_slots = max(
             0, self._max_open - len(self._open) - sum(len(pages) for pages, _ in self._sent_reservations)
         )
-        if len(wanted) > room:
-            self._publisher.count_outcome("busy", len(wanted) - room)
-            for page in wanted[room:]:
+        if len(wanted) > free_slots:
+            self._publisher.count_outcome("busy", len(wanted) - free_slots)
+            for page in wanted[free_slots:]:
                 page.tracked.unsaved_keys[page.index] = page.key
                 self._unwatch(page)
-            wanted = wanted[:room]
+            wanted = wanted[:free_slots]
             if not wanted:
                 return False
         for page in wanted:
@@ -286,18 +286,18 @@ class PageSaves:
         given: dict[int, list[tuple[PendingPage, Reservation]]] = {}
         while self._sent_reservations:
             pages, posted = self._sent_reservations[0]
-            answers = posted.poll()
-            if answers is None:
+            replies = posted.poll()
+            if replies is None:
                 break
             self._sent_reservations.popleft()
-            for page, answer in zip(pages, answers, strict=True):
-                if self._handle_reply(page, answer) and isinstance(answer, Reservation):
-                    given.setdefault(id(page.tracked), []).append((page, answer))
+            for page, reply in zip(pages, replies, strict=True):
+                if self._handle_reply(page, reply) and isinstance(reply, Reservation):
+                    given.setdefault(id(page.tracked), []).append((page, reply))
         saves = []
         for found in given.values():
             # Pages of a finished request have their own blocks, because the request has no block table any
             # more.
-            saves += [self._make_save(found)] if not found[0][0].blocks else self._make_page_saves(found)
+            saves += [self._create_save(found)] if not found[0][0].blocks else self._create_page_saves(found)
         return saves
 
     def _handle_reply(self, page: PendingPage, reply: ReserveReply) -> bool:
@@ -338,7 +338,7 @@ class PageSaves:
         tracked.unsaved_keys[index] = key
         self._requests.schedule_check(tracked)
 
-    def _make_save(self, pages: list[tuple[PendingPage, Reservation]]) -> PageSave:
+    def _create_save(self, pages: list[tuple[PendingPage, Reservation]]) -> PageSave:
         """Create a save of these pages of one request. The save has only the blocks that contain these pages,
         because a request may have thousands of blocks."""
         assert self.manager is not None
@@ -353,19 +353,21 @@ class PageSaves:
         # Most saves have one page. A comprehension would add a Python call.
         for block in table[start:end]:
             blocks.append(block.block_id)
-        for page, room in pages:
-            writes.append(PageWrite(page.index - first_page, room.token, room.location))
-            self._open[room.token].name = name
+        for page, reservation in pages:
+            writes.append(PageWrite(page.index - first_page, reservation.token, reservation.location))
+            self._open[reservation.token].name = name
         return PageSave(name, tuple(writes), tuple(blocks), self.group)
 
-    def _make_page_saves(self, pages: list[tuple[PendingPage, Reservation]]) -> list[PageSave]:
+    def _create_page_saves(self, pages: list[tuple[PendingPage, Reservation]]) -> list[PageSave]:
         """Create a separate save for each page, because the pages' blocks may be reused independently."""
         saves = []
-        for page, room in pages:
+        for page, reservation in pages:
             start, _ = self._block_range(page.index, page.index)
-            name = self._open[room.token].name = save_name(page.tracked.request.request_id, room)
+            name = self._open[reservation.token].name = save_name(
+                page.tracked.request.request_id, reservation
+            )
             index = page.index - start * self._block_size // self._page.page_tokens
-            write = PageWrite(index, room.token, room.location)
+            write = PageWrite(index, reservation.token, reservation.location)
             blocks = tuple([block.block_id for block in page.blocks])
             saves.append(PageSave(name, (write,), blocks, self.group))
         return saves

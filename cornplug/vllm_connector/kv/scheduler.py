@@ -59,7 +59,7 @@ class KVScheduler:
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole)
-        self._store_ops = DeferredStoreOps(runtime, self._make_publisher(runtime, page))
+        self._store_ops = DeferredStoreOps(runtime, self._create_publisher(runtime, page))
         self._requests = TrackedRequests(config, runtime, page, tally)
         self._group_requests = (
             [GroupRequests(self._requests, kind) for kind in kinds] if len(kinds) > 1 else []
@@ -68,7 +68,7 @@ class KVScheduler:
         itself."""
         views: Sequence[SavingRequests] = self._group_requests if self._group_requests else [self._requests]
         self._groups = [
-            self._make_group(runtime, kind, view, kind.geometry.page_bytes / whole.page_bytes)
+            self._create_group(runtime, kind, view, kind.geometry.page_bytes / whole.page_bytes)
             for kind, view in zip(kinds, views, strict=True)
         ]
         self._tail_groups = [group for group in self._groups if not group.kind.needs_all_pages]
@@ -87,21 +87,21 @@ class KVScheduler:
         """Finished requests whose pages are still being loaded, by request id. Another request may already
         use the same id."""
 
-    def _make_group(
+    def _create_group(
         self, runtime: EngineRuntime, kind: PageKind, requests: SavingRequests, share: float
     ) -> _Group:
         page, seen = kind.geometry, runtime.config.engine.save == "second"
-        publisher = self._make_publisher(runtime, page, share, only_seen=seen)
+        publisher = self._create_publisher(runtime, page, share, only_seen=seen)
         # With one group, the operations of saves and load offers are sent together.
         ops = DeferredStoreOps(runtime, publisher) if self._group_requests else self._store_ops
         saves_class: type[PageSaves] = PageSaves
         if not kind.needs_all_pages:
             saves_class = StateSaves if page.state else WindowSaves
         saves = saves_class(runtime, page, requests, publisher, ops, share)
-        unseen = self._make_publisher(runtime, page, share)
+        unseen = self._create_publisher(runtime, page, share)
         return _Group(kind, requests, saves, IdleSaves(runtime, page, requests, saves, unseen))
 
-    def _make_publisher(
+    def _create_publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
     ) -> PagePublisher:
         """Create a publisher for pages of this geometry. `share` is the fraction of the cost of computing the
@@ -269,7 +269,7 @@ class KVScheduler:
         found = [(group, group.requests.find_state(tracked)) for group in self._groups]
         return [(group, pages) for group, pages in found if pages is not None]
 
-    def finish_load(self, request_id: str) -> None:
+    def end_load(self, request_id: str) -> None:
         """Record that the worker halves have ended the load of the request with this id, successfully or
         not."""
         if request_id in self._detached_requests:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from cornplug.vllm_connector.kv.load_offers import FarQuery, LeasedPages, PageRecall
+    from cornplug.vllm_connector.kv.load_offers import FarLookup, LeasedPages, PageRecall
     from cornplug.vllm_connector.kv.page_saves import PendingPage
 
 _DECODED_TOKENS: Final = 16
@@ -63,7 +63,7 @@ class TrackedRequest:
     loading: LeasedPages | None = None
     recall: PageRecall | None = None
     """The read of the request's pages from disk, or None if none has begun."""
-    far_query: FarQuery | None = None
+    far_lookup: FarLookup | None = None
     """Pending far-store lookup for this request's missing pages, if any."""
     load_failed: bool = False
     """Whether a load for this request has failed. The engine then computes all remaining tokens."""
@@ -234,7 +234,9 @@ class TrackedRequests:
         Models with several groups use `GroupRequests`."""
         return tracked
 
-    find_state = state_of
+    def find_state(self, tracked: TrackedRequest) -> TrackedRequest | None:
+        """Return `tracked`, which has the record of its own pages."""
+        return tracked
 
     def track(self, request: Request) -> TrackedRequest:
         """Return the tracked request for `request`, and start to track it if it is new. A request whose KV is
@@ -246,11 +248,11 @@ class TrackedRequests:
                 lora_digests.record_reread(request.lora_request.lora_int_id)
             own = OwnTokens() if self._tracks_origin else None
             tracked = self._tracked[request.request_id] = TrackedRequest(request, own_tokens=own)
-            reason = self._make_keys(tracked)
+            reason = self._create_keys(tracked)
             if reason:
                 self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, reason)
         elif tracked.is_identifying:
-            self._make_keys(tracked)
+            self._create_keys(tracked)
         # The request is admitted, possibly again, and the number of computed tokens then depends on the
         # engine's own cache and on loads.
         self.schedule_check(tracked)
@@ -316,7 +318,7 @@ class TrackedRequests:
         keys or its pages are still being loaded. Also schedules the request's next check."""
         name = tracked.request.request_id
         if tracked.is_identifying:
-            self._make_keys(tracked)
+            self._create_keys(tracked)
             self._check_next.add(name)
         if tracked.keys is None:
             return 0
@@ -350,7 +352,7 @@ class TrackedRequests:
         held = self._tracked.get(tracked.request.request_id)
         return held is not None and held.request is tracked.request
 
-    def _make_keys(self, tracked: TrackedRequest) -> str:
+    def _create_keys(self, tracked: TrackedRequest) -> str:
         """Compute a request's page keys. Returns the reason if its KV is not shared, else ""."""
         request, reason = tracked.request, self._miss_reason(tracked.request)
         if not reason:

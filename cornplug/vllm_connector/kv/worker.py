@@ -1,333 +1,174 @@
-"""Worker half of the KV connector: copies between vLLM's blocks and pages in the store.
-
-Copies run on a separate thread, except direct copies between a GPU and the store (`ArenaTransfers`). On an
-accelerator, copies use two separate streams, with loads before saves, so that the forward pass does not wait.
-All pages that a step saves through this thread are one job, regardless of their requests. Full blocks of a
-running request never change. Blocks of a preempted request are reused immediately, and blocks of a finished
-request may be reused at any time. vLLM's second model runner overwrites reused blocks before the worker is
-notified. Saves from these blocks that are not acknowledged by then are given up, because their data may be
-wrong.
-"""
+"""Worker half of the KV connector: one `GroupWorker` per cache group of the model, or `DisabledKVWorker` on a
+rank that does not share KV."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from operator import attrgetter
+from typing import Any, Final, Self
 
 import torch
 
-from cornplug.codec import segment_checksums
-from cornplug.engine_common.rank_pages import RankPages
-from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
+from cornplug.errors import LayoutError
 from cornplug.kv_page import MAX_SEGMENTS
-from cornplug.store.base import Lease, Leases
-from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.metadata import (
-    CornplugKVWorkerMetadata,
-    OngoingSave,
-    PageLoad,
-    PageSave,
-    SavedPage,
-    TransferReports,
-    iter_saved_pages,
-    take_pages,
-)
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend, Slab
-from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
-from cornplug.vllm_connector.kv_copies.layout import BlockLayout, derive_layouts
-from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
+from cornplug.vllm_connector.kv.group_worker import GroupWorker
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 
-if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers
-    from cornplug.vllm_connector.kv.groups_worker import GroupsWorker
+_BY_GROUP: Final = attrgetter("group")
 
 
 class KVWorker:
-    """Worker half of the KV connector on one rank: starts copies between vLLM's blocks and the store, and
-    reports their results."""
+    """Worker half of the KV connector on one rank: one `GroupWorker` per cache group. All groups share one
+    mover.
+
+    A request's load ends when it has ended in all cache groups. If a load fails in a model with one group,
+    `take_bad_blocks` returns the damaged blocks, so that vLLM keeps the blocks before them. With several
+    groups, the request's entire load fails and `failed_loads` returns its id, because vLLM's block numbers do
+    not identify the group of a damaged block.
+    """
 
     def __init__(
         self,
-        pages: RankPages,
-        block_size: int,
-        background_timeout_s: float,
+        workers: Sequence[GroupWorker],
+        layer_names: Sequence[Sequence[str]],
         *,
-        other_worker: KVWorker | None = None,
-        slab_share: float = 1.0,
-        scales: Mapping[str, tuple[float, float]] | None = None,
+        allow_shared_caches: bool = True,
     ) -> None:
-        """Create the worker half. `background_timeout_s` is the timeout for calls that the mover makes to the
-        store. `other_worker` is the worker of another cache group, whose mover this worker shares.
-        `slab_share` is the fraction of the maximum slab size on an accelerator that this worker uses.
-        `scales` maps layer names to the scales of K and V, if pages are quantised."""
-        self._scales = scales or {}
-        self._page, self._rank_slice = pages.page, pages.rank_slice
-        self._pages = pages
-        self._background_timeout_s = background_timeout_s
-        self._block_size = block_size
-        self._out_copies: BlockCopies | None = None
-        self._in_copies: BlockCopies | None = None
-        self._arena_transfers: ArenaTransfers | None = None
-        """Direct copies between the GPU and the store, or None if pages are copied through host memory."""
-        self._on_gpu = False
-        self._sizes = BlockSizes(block_size, block_size)
-        self._slab_share = slab_share
-        self._other_worker = other_worker
-        self._mover: KVMover = (
-            other_worker._mover if other_worker is not None else KVMover(lambda: self._backend.enter_thread())
-        )
-        self._backend: CopyBackend = CpuBackend()
-        self._reports = TransferReports(pages, block_size)
-
-    # -- start ------------------------------------------------------------------------------
+        """Create the worker half. `layer_names` has one list of layer names per worker, in the order of the
+        layers in a page. If `allow_shared_caches` is False, layers that use another layer's cache are
+        rejected."""
+        self._workers, self._layer_names = workers, layer_names
+        self._has_several_groups = len(workers) > 1
+        self._allow_shared_caches = allow_shared_caches
+        self._acks = CornplugKVWorkerMetadata()
+        """Acknowledgements of all groups, if there are several."""
+        self._loading = defaultdict[str, int](int)
+        """Number of cache groups that are still loading pages for a request, by request id."""
+        self._failed: set[str] = set()
+        self._last_failed: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Register this rank's KV caches, in layer order, and verify their memory layout.
+        """Register this rank's KV caches and their layers, both by layer name. A layer that uses another
+        layer's cache is left out, because the page already contains that cache.
 
         If a cache cannot be mapped to pages, the scheduler half is notified and stops sharing.
         """
-        mine = self._rank_slice
-        try:
-            if len(caches) != len(mine.layers):
-                raise LayoutError(
-                    f"{len(caches)} KV caches for {len(mine.layers)} layers: the model has shared or extra "
-                    "layers",
-                    reason="layout",
-                )
-            layouts = self._derive_layouts(caches, layers)
-        except LayoutError as e:
-            self.report_unusable(e)
+        known = {name for names in self._layer_names for name in names}
+        others = caches.keys() - known
+        reused = self._allow_shared_caches and all(
+            _reuses_cache(name, known, caches, layers) for name in others
+        )
+        if known - caches.keys() or (others and not reused):
+            error = LayoutError(
+                f"unexpected layers in the KV caches: {sorted(known ^ caches.keys())}", reason="layout"
+            )
+            for worker in self._workers:
+                worker.report_unusable(error)
             return
-        self._out_copies, self._in_copies = (
-            BlockCopies(
-                list(caches.values()), layouts, self._pages.shape, urgent=urgent, slab_share=self._slab_share
-            )
-            for urgent in (False, True)
-        )
-        self._sizes = BlockSizes(self._block_size, layouts[0].block_size)
-        self._backend = self._out_copies.backend
-        self._on_gpu = self._out_copies.blocks.device.type == "cuda"
-        if self._on_gpu and not self._page.state:  # Direct copies gather tokens, which states do not have.
-            self._arena_transfers = self._open_arena_transfers(self._out_copies.blocks)
-        compat.logger.info(
-            "cornplug: KV layout verified: %d layers, heads %d to %d of %d",
-            len(layouts),
-            mine.heads.start,
-            mine.heads.stop - 1,
-            self._page.heads,
-        )
-
-    def _derive_layouts(
-        self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
-    ) -> Sequence[BlockLayout]:
-        """Return the memory layout of each KV cache, in the order of `caches`. Raises LayoutError if a cache
-        cannot be mapped to pages."""
-        heads = len(self._rank_slice.heads)
-        return derive_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
-
-    def report_unusable(self, error: LayoutError) -> None:
-        """Report to the scheduler half that this rank's KV caches cannot be mapped to pages, so that sharing
-        stops."""
-        compat.logger.warning("cornplug: KV of this engine is not shared: %s", error)
-        self._reports.report_unusable(error.reason)
-
-    def _open_arena_transfers(self, blocks: CacheBlocks) -> ArenaTransfers | None:
-        """Create the GPU's direct copies to and from the store, or return None if they are not possible."""
-        try:
-            from cornplug.vllm_connector.kv.arena_moves import open_arena
-        except ImportError as e:  # This vLLM has no Triton.
-            compat.logger.warning(
-                "cornplug: KV pages are copied through staging memory, which is slower: %s", e
-            )
-            return None
-        return open_arena(
-            self._pages,
-            self._reports,
-            blocks,
-            other_group=self._other_worker._arena_transfers if self._other_worker is not None else None,
-            slab_share=self._slab_share,
-            sizes=self._sizes,
-            discard=lambda keys: self._mover.submit(self._discard_job(keys), urgent=False),
-        )
-
-    # -- the engine's step ------------------------------------------------------------------
+        for worker, names in zip(self._workers, self._layer_names, strict=True):
+            worker.register({name: caches[name] for name in names}, layers)
 
     def begin_step(self, *, computes: bool) -> None:
         """Limit the CPU time for copies during the step that begins now, if `computes` is set and the engine
         computes on the CPU."""
-        if not self._on_gpu:
-            self._mover.begin_step(computes=computes)
+        self._workers[0].begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Start to load pages into the requests' blocks. vLLM runs a request after `take_finished` has
         returned its id."""
-        mark = self._backend.mark() if loads else None
         for load in loads:
-            if not load.pages:
-                # The scheduler half failed after the engine accepted the offer.
-                self._reports.end_load(load, 0, "load_error", 0.0)
-            elif self._arena_transfers is not None and self._arena_transfers.can_load(load):
-                self._arena_transfers.load(load, mark)
-            else:
-                if self._on_gpu:
-                    self._reports.count_staged(len(load.pages))
-                self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
+            self._loading[load.request_id] += 1
+        for group, adjacent in itertools.groupby(loads, _BY_GROUP):
+            self._workers[group].start_loads(list(adjacent))
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Start to copy to the store the pages that this step's forward pass has computed."""
-        self._mover.end_step()
-        if not saves:
-            return
-        mark, staged = self._backend.mark(), list(saves)
-        if self._arena_transfers is not None and self._rank_slice.writes:
-            reached, staged = self._arena_transfers.split_saves(saves)
-            if reached:
-                self._arena_transfers.save(self._reports.begin_saves(reached), mark)
-        if staged:
-            if self._on_gpu and self._rank_slice.writes:
-                self._reports.count_staged(sum([len(save.pages) for save in staged]))
-            self._mover.submit(self._save(self._reports.begin_saves(staged), mark), urgent=False)
+        for i, worker in enumerate(self._workers):
+            worker.start_saves([save for save in saves if save.group == i])
 
     def record_step_end(self, number: int) -> None:
         """Include the end of timed step `number` in the next acknowledgements."""
-        self._reports.record_step_end(number)
+        self._workers[0].record_step_end(number)
 
     def cancel_saves(self, names: Collection[str]) -> None:
         """Report the pages of these saves as not written, except pages that were already acknowledged. Does
         not wait."""
-        self._reports.cancel_saves(names)
+        for worker in self._workers:
+            worker.cancel_saves(names)
 
     def drain(self) -> None:
         """Wait until no copy reads or writes any KV cache block."""
-        if self._arena_transfers is not None:
-            self._arena_transfers.drain()
-        self._mover.wait()
+        for worker in self._workers:
+            worker.drain()
 
     def take_finished(self) -> set[str]:
-        """Return the ids of requests whose load has ended since the last call, successfully or not."""
-        if self._arena_transfers is not None:
-            self._arena_transfers.poll()
-        return self._reports.take_finished()
+        """Return the ids of requests whose load has ended in all groups since the last call, successfully or
+        not."""
+        received: set[str] = set()
+        for worker in self._workers:
+            received |= _finish_groups(self._loading, worker.take_finished())
+            if self._has_several_groups:
+                worker.take_bad_blocks()
+                self._merge_acks(worker.take_acks())
+        self._last_failed = self._failed & received
+        self._failed -= received
+        return received
+
+    def _merge_acks(self, acks: CornplugKVWorkerMetadata | None) -> None:
+        if acks is None:
+            return
+        self._failed |= acks.failed_loads.keys()
+        # Groups load one after the other, so their loading times are added. Ranks load in parallel.
+        seconds = self._acks.loading_s + acks.loading_s
+        self._acks.aggregate(acks)
+        self._acks.loading_s = seconds
+
+    def failed_loads(self) -> set[str]:
+        """Return the ids of the requests that `take_finished` returned last and whose load failed. Empty for
+        a model with one group, whose failures `take_bad_blocks` returns."""
+        return self._last_failed
 
     def take_bad_blocks(self) -> set[int]:
         """Return the ids of the blocks whose load has failed since the last call. A request's failed blocks
-        are available no later than `take_finished` returns the request's id."""
-        return self._reports.take_bad_blocks()
+        are available no later than `take_finished` returns the request's id. Empty for a model with several
+        groups, whose failures `failed_loads` returns."""
+        return set() if self._has_several_groups else self._workers[0].take_bad_blocks()
 
     def take_acks(self) -> CornplugKVWorkerMetadata | None:
-        """Return the acknowledgements for the scheduler half since the last call, or None if there are
-        none."""
-        return self._reports.take_acks()
+        """Return the acknowledgements since the last call, or None if there are none. With several groups,
+        these are the acknowledgements that `take_finished` has collected."""
+        if not self._has_several_groups:
+            return self._workers[0].take_acks()
+        acks, self._acks = self._acks, CornplugKVWorkerMetadata()
+        return None if acks.is_empty() else acks
 
     def close(self) -> None:
         """Wait for the slabs that are being copied, and drop all copies that have not started."""
-        if self._arena_transfers is not None:
-            self._arena_transfers.close()
-        self._mover.close()
-        for copies in (self._out_copies, self._in_copies):
-            if copies is not None:
-                copies.wait()
+        for worker in self._workers:
+            worker.close()
 
-    # -- the mover's thread -----------------------------------------------------------------
 
-    def _load(self, load: PageLoad, mark: Any, submitted_s: float) -> Job:
-        # The end of the load must be reported in every case, because its request waits for it.
-        done, reason, settled = 0, "load_error", False
-        began = time.monotonic()
-        try:
-            copies = self._require_mapped(self._in_copies)
-            try:
-                table = kernel_table(load.blocks, self._sizes)
-                for i in range(0, len(load.pages), copies.slab_pages):
-                    if time.monotonic() > submitted_s + load.deadline_s:
-                        raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
-                    pages = load.pages[i : i + copies.slab_pages]
-                    slab = copies.next_slab(len(pages))
-                    whole = self._copy_verified(pages, slab.host)
-                    copies.begin_copy_in(
-                        slab, table, load.first_page + i, whole, (load.start, load.end), mark
-                    )
-                    done += whole
-                    if whole < len(pages):
-                        raise CodecError(
-                            f"checksum mismatch in page {load.first_page + done}", reason="corrupt"
-                        )
-                    yield
-            finally:
-                copies.wait()
-                settled = True
-            reason = ""
-        except CornplugError as e:
-            reason = e.reason
-            compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
-            if isinstance(e, CodecError) and e.is_damage:
-                self._discard_pages(load.pages.keys[done:])
-        finally:
-            done = done if settled else 0
-            self._reports.end_load(load, done, reason, time.monotonic() - began)
+def _reuses_cache(
+    name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+) -> bool:
+    """Return whether layer `name` has no cache of its own and uses the cache of a known layer. Pages contain
+    that cache under the known layer's name."""
+    target: str | None = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
+    return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
-    def _discard_job(self, keys: Sequence[bytes]) -> Job:
-        self._discard_pages(keys)
-        yield
 
-    def _discard_pages(self, keys: Sequence[bytes]) -> None:
-        self._pages.discard(keys, deadline_s=self._background_timeout_s)
-
-    def _copy_verified(self, pages: Leases, host: torch.Tensor) -> int:
-        """Copy this rank's part of leased pages to `host` and verify the checksums. Returns the number of
-        intact pages before the first damaged page."""
-
-        def whole(lease: Lease | None, target: torch.Tensor) -> bool:
-            try:
-                assert lease is not None
-                # The scheduler half has already validated the header.
-                self._pages.copy(lease.location, segment_checksums(lease.meta), target)
-            except CodecError:
-                return False
-            return True
-
-        return sum(1 for _ in itertools.takewhile(bool, map(whole, pages, host)))
-
-    def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
-        copies = self._out_copies if self._rank_slice.writes else None
-        pages = iter_saved_pages(saves, self._page.rows, self._sizes)
-        pending = deque[tuple[list[SavedPage], Slab]]()
-        try:
-            while copies is not None:
-                while len(pending) <= copies.slabs_ahead and (slab := take_pages(pages, copies.slab_pages)):
-                    pending.append(
-                        (slab, copies.begin_copy_out([page.table_position for page in slab], mark))
-                    )
-                if not pending:
-                    break
-                slab, moving = pending.popleft()
-                for page, source in zip(slab, moving.wait_host(), strict=True):
-                    self._write(page, source)
-                yield
-        finally:
-            try:
-                if copies is not None:
-                    copies.wait()
-            finally:
-                self._reports.end_saves(saves)
-
-    def _write(self, page: SavedPage, source: torch.Tensor) -> None:
-        """Write this rank's part of a page to the store, and acknowledge the page as written or failed."""
-        sums: dict[int, int] = {}
-        try:
-            if not page.ongoing.is_cancelled:
-                sums = self._pages.write(source, page.target.location)
-        except CornplugError as e:
-            compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
-        self._reports.end_page(page, sums)
-
-    def _require_mapped(self, copies: BlockCopies | None) -> BlockCopies:
-        if copies is None:
-            raise LayoutError("the KV cache is not mapped", reason="layout")
-        return copies
+def _finish_groups(open_groups: dict[str, int], ended: set[str]) -> set[str]:
+    """Record that one more cache group has ended the loads of the requests in `ended`. Return the ids of
+    requests whose load has now ended in all groups."""
+    over = set()
+    for request_id in ended:
+        open_groups[request_id] -= 1
+        if not open_groups[request_id]:
+            del open_groups[request_id]
+            over.add(request_id)
+    return over
 
 
 class DisabledKVWorker:
@@ -346,7 +187,7 @@ class DisabledKVWorker:
         self._last_failed: set[str] = set()
 
     @classmethod
-    def replacing(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
+    def replacing(cls, worker: KVWorker, block_size: int, reason: str) -> Self:
         """Create a replacement for a worker that failed, which still reports the results of that worker's
         loads and saves."""
         stopped = cls(block_size, reason)

@@ -50,6 +50,26 @@ CopyBatch = Callable[..., None]
 """Signature of vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes,
 is_src_access_order_any=...)."""
 
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""XXH3's default secret, from its specification."""
+_PRIMES_32: Final = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIMES_64: Final = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_STRIPES, _LANES = 16, 8
+_MASK_64: Final = (1 << 64) - 1
+
 
 class ArenaSlab:
     """One slab of KV pages in transfer: token positions, checksums, and the event that marks the end of its
@@ -217,27 +237,6 @@ class ArenaCopies:
         # A segment contains at least one layer of one head. This limits the number of segments.
         sums = self.backend.allocate_host((self.slab_pages * heads * layers, STATE_WORDS), torch.int64)
         return ArenaSlab(self.backend, TokenIndex(self.backend, self.slab_pages * tokens), sums)
-
-
-_SECRET: Final = bytes.fromhex(
-    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
-    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
-    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
-    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
-    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
-    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
-)
-"""XXH3's default secret, from its specification."""
-_PRIMES_32: Final = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
-_PRIMES_64: Final = (
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x27D4EB2F165667C5,
-)
-_STRIPES, _LANES = 16, 8
-_MASK_64: Final = (1 << 64) - 1
 
 
 # Triton's compiler accepts only its own annotations.

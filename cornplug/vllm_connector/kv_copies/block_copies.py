@@ -72,7 +72,7 @@ class _Staging:
 
 class Slab:
     """Several KV pages in transfer between a device and host memory, returned by `BlockCopies.begin_copy_out`
-    or `BlockCopies.slab`."""
+    or `BlockCopies.next_slab`."""
 
     def __init__(self, staging: _Staging, pages: int) -> None:
         self._staging, self._pages = staging, pages

@@ -69,7 +69,7 @@ class CacheBlocks:
         self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
         """Whether `read` and `write` can be used. They require that all values can be addressed by
         strides."""
-        self.views = _make_views(caches, layouts)
+        self.views = _build_views(caches, layouts)
         self._slots = layouts[0].block_size
 
     def gather(self, target: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def kernel_table(blocks: Sequence[int], sizes: BlockSizes) -> NDArray[np.int64]:
     return ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).ravel()
 
 
-def _make_views(
+def _build_views(
     caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]
 ) -> list[_StridedView | _IndexedView]:
     """Return as few parts as possible that cover all caches, because each part needs its own gather. A part
@@ -163,7 +163,7 @@ def _make_views(
     for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
         layer, step = slice(i, i + 1), _plane_step(layout.planes)
         if step is not None:
-            view = _make_strided(cache, layout.planes[0], len(layout.planes), step)
+            view = _create_strided_view(cache, layout.planes[0], len(layout.planes), step)
             found.append(_StridedView(view, layer, every))
             continue
         for j, plane in enumerate(layout.planes):
@@ -171,7 +171,7 @@ def _make_views(
             if plane.strides is None:
                 found.append(_IndexedView(plane, cache, layer, places))
             else:
-                found.append(_StridedView(_make_strided(cache, plane, 1, 0), layer, places))
+                found.append(_StridedView(_create_strided_view(cache, plane, 1, 0), layer, places))
     # Planes with different layouts, as on a CPU, are merged separately over the layers.
     kinds: dict[int, list[_StridedView | _IndexedView]] = {}
     for part in found:
@@ -193,7 +193,9 @@ def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
     return step if step > 0 or len(planes) == 1 else None
 
 
-def _make_strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
+def _create_strided_view(
+    cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int
+) -> torch.Tensor:
     """Return a view of `planes` planes of one layer's cache, of shape (1, blocks, heads, planes, slots,
     dim)."""
     assert first.strides is not None

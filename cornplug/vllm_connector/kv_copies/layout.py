@@ -308,17 +308,17 @@ def derive_layout(
                 "packed, padded or quantised)",
                 reason="layout",
             )
-        mapped.append(_make_plane(offsets))
+        mapped.append(_create_plane(offsets))
     return BlockLayout(tuple(mapped), block_size)
 
 
 def single_row_layout(dim: int) -> BlockLayout:
     """Return the layout for blocks that are a single row of `dim` values, as in a cache of shape (blocks, 1,
     1, dim)."""
-    return BlockLayout((_make_plane(torch.arange(dim)[None, None]),), 1)
+    return BlockLayout((_create_plane(torch.arange(dim)[None, None]),), 1)
 
 
-def _make_plane(offsets: torch.Tensor) -> BlockPlane:
+def _create_plane(offsets: torch.Tensor) -> BlockPlane:
     base = int(offsets[0, 0, 0])
     strides = tuple(
         int(offsets.select(axis, 1)[0, 0]) - base if offsets.shape[axis] > 1 else 1 for axis in range(3)

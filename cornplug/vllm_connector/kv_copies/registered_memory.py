@@ -49,7 +49,7 @@ class ArenaMapper(Protocol):
     """Object that maps arenas, such as a `Store`."""
 
     def arena_memory(self, arena_id: bytes) -> memoryview | None:
-        """See `Store.arena_memory`."""
+        """Return the mapped memory of an arena, or None, as `Store.arena_memory` does."""
 
 
 class RegisteredMemory:

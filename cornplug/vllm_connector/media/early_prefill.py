@@ -1,6 +1,6 @@
 """Early prefill of the tokens before a request's first media item whose embedding is in flight.
 
-    ECScheduler.available     True if the tokens before that item are worth a step
+    ECScheduler.can_schedule  True if the tokens before that item are worth a step
     EncoderCacheManager       `can_allocate` is False for an item in flight, so vLLM ends the chunk before it
 
 vLLM's scheduler (`_try_schedule_encoder_inputs` in 0.32 and 0.33) ends a prefill chunk before a media item

@@ -30,9 +30,9 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from cornplug.config import Config
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common import weights_guard
 from cornplug.errors import CornplugError
 from cornplug.identity import embedding_key

@@ -17,8 +17,8 @@ import torch
 
 from cornplug.checkpoints.families import FAMILIES, Modality
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
-from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
+from cornplug.encoder_service.formats.tensors import to_wire
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.runtime import EngineRuntime
@@ -148,7 +148,7 @@ class EncoderRequests:
         """Event that every reply from the service sets."""
 
     def submit(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
-        """Send a request to encode the media item `item`. Another thread sets `item.answer`. Raises
+        """Send a request to encode the media item `item`. Another thread sets `item.reply`. Raises
         EncoderError if no request can be sent now."""
         _, identified = self._tower.current()
         tower = identified.value
@@ -176,7 +176,7 @@ class EncoderRequests:
     def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, engine_request: Request) -> None:
         """Prepare and send a request. Runs on a separate thread, because packing large images takes
         milliseconds."""
-        answer: Future[EncodeReply] = Future()
+        reply: Future[EncodeReply] = Future()
         try:
             request = EncodeRequest(
                 id=0,
@@ -188,11 +188,11 @@ class EncoderRequests:
                 deadline_s=max(0.0, item.deadline_s - time.monotonic()),
                 trace=trace_of(engine_request.trace_headers),
             )
-            answer = self._encoder.submit(request)
+            reply = self._encoder.submit(request)
         except EncoderError as e:
-            answer.set_exception(e)
+            reply.set_exception(e)
         except (AssertionError, RuntimeError, TypeError, ValueError) as e:
             # torch and vLLM raise these exceptions for inputs of an unexpected form.
-            answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
-        item.reply = answer
-        answer.add_done_callback(lambda _: self._reply_event.set())
+            reply.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
+        item.reply = reply
+        reply.add_done_callback(lambda _: self._reply_event.set())

@@ -1,8 +1,8 @@
 """Messages between the encoder-cache connector's scheduler half and worker halves, and the row memory: shared
 memory through which they pass embedding rows.
 
-    scheduler   room ──copied and verified──> place ──in a step's metadata──> workers, one copy to each device
-                  <────────free once every rank has copied the rows──────────────┘
+    store ──copied and verified──> row memory ──location in a step's metadata──> workers ──one copy──> device
+                                      ^───────free once every rank has copied the rows─┘
 
 vLLM pickles the metadata of a step for each worker process. If the metadata contained the rows of a large
 image, the engine's thread would copy the rows once more per rank. Only this engine's processes can access the
@@ -51,8 +51,8 @@ class RowMemory:
         self._capacity_bytes = capacity_bytes
         self._allocator = ArenaAllocator()
         self._sent: dict[int, tuple[RowLocation, set[int]]] = {}
-        """(place, ranks that have not copied the place yet) for each place that was sent to the workers, by
-        offset."""
+        """(location, ranks that have not copied its rows yet) for each location that was sent to the workers,
+        by offset."""
         self._fd, memory = create_sealed_memory("cornplug-rows", capacity_bytes, others_write=True)
         self._bytes = memoryview(memory)
         self._address = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
@@ -83,25 +83,25 @@ class RowMemory:
         return None if offset is None else RowLocation(offset, size_bytes)
 
     def view(self, location: RowLocation) -> memoryview:
-        """Return a writable view of a place's bytes."""
+        """Return a writable view of the bytes at a location."""
         return self._bytes[location.offset : location.offset + location.size_bytes]
 
     def free(self, location: RowLocation) -> None:
-        """Free a place that was not sent to the workers."""
+        """Free a location that was not sent to the workers."""
         self._allocator.free(location.offset, align_up(location.size_bytes))
 
     def mark_sent(self, location: RowLocation) -> None:
-        """Record that a place is sent to every rank in this step. The place becomes free when all ranks have
+        """Record that a location is sent to every rank in this step. It becomes free when all ranks have
         copied it."""
         self._sent[location.offset] = location, set(self._ranks)
 
     def record_copied(self, rank: int, offset: int) -> None:
-        """Record that a rank has copied the place at `offset`."""
-        place, ranks = self._sent.get(offset, (None, set()))
+        """Record that a rank has copied the rows at `offset`."""
+        location, ranks = self._sent.get(offset, (None, set()))
         ranks.discard(rank)
-        if place is not None and not ranks:
+        if location is not None and not ranks:
             del self._sent[offset]
-            self.free(place)
+            self.free(location)
 
     def close(self) -> None:
         """Close the memory's file descriptor. The memory is freed when the last process that maps it ends."""
@@ -146,7 +146,7 @@ class ArrivedEmbedding:
     dtype: str
     shape: tuple[int, ...]
     data: bytearray | RowLocation
-    """Bytes of the rows, or their place in the row memory that scheduler and workers map."""
+    """Bytes of the rows, or their location in the row memory that scheduler and workers map."""
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
     mapped_ranks: list[int] = field(default_factory=list)
     """Ranks that have mapped the row memory since the last message."""
     copied_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, offset) for each place in the row memory that the rank has copied."""
+    """(rank, offset in the row memory) for each location whose rows the rank has copied."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         assert isinstance(other, CornplugECWorkerMetadata)

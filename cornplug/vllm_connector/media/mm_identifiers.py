@@ -35,8 +35,8 @@ import numpy as np
 from PIL import Image
 
 from cornplug.config import EMBEDDINGS_BY_VALUE
-from cornplug.encoder_service.media.image import digest_image
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.image import digest_image
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.shared_flags import load_settings
 from cornplug.engine_common.weights_guard import CurrentIdentity
@@ -152,7 +152,7 @@ class MmIdentifiers:
         If `item` is None, the digest of an earlier image with the same uuid is used.
         """
         media = self._digest_for_uuid("image", uuid) if item is None else _media_digest(item)
-        return None if media is None else self._make_name("image", media, uuid, options)
+        return None if media is None else self._create_name("image", media, uuid, options)
 
     def video_name(
         self, video: object, metadata: object, uuid: str | None, options: Mapping[str, Any]
@@ -166,9 +166,9 @@ class MmIdentifiers:
         check_options(self._deployment_options)
         check_options(options)
         media = self._digest_for_uuid("video", uuid) if video is None else video_digest(video, metadata)
-        return None if media is None else self._make_name("video", media, uuid, options)
+        return None if media is None else self._create_name("video", media, uuid, options)
 
-    def _make_name(
+    def _create_name(
         self, modality: str, media: bytes, uuid: str | None, options: Mapping[str, Any]
     ) -> str | None:
         if uuid is not None:
@@ -186,7 +186,7 @@ class MmIdentifiers:
         with self._lock:
             return self._uuids.get((modality, uuid)) if uuid is not None else None
 
-    def make_identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
+    def create_identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
         """Return the identifier of a media item from its `mm_hash`, which `media_name`, `video_name` or
         `ReceivedHandles.mm_hash_for` returned. `salt` is the request's cache salt.
 
@@ -356,11 +356,11 @@ def _set_identifier(feature: Any, salt: str | None) -> None:
     active, name = _active, feature.mm_hash
     if active is not None:
         if name.startswith(HANDLE):
-            feature.identifier = active.make_identifier(feature.identifier, salt)
+            feature.identifier = active.create_identifier(feature.identifier, salt)
         # With a LoRA adapter on the tower, vLLM adds a prefix to the identifier. Such an embedding is not
         # shared.
         elif feature.identifier == name and name.startswith(PREFIX):
-            feature.identifier = active.make_identifier(name, salt, feature.modality)
+            feature.identifier = active.create_identifier(name, salt, feature.modality)
     # vLLM sends both names to the engine's process.
     feature.mm_hash, feature.identifier = str(name), str(feature.identifier)
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.encoder_service.wire.messages import EncodeReply
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.messages import EncodeReply
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding
 from cornplug.engine_common.load_policy import FetchRule
@@ -86,8 +86,8 @@ class Arrivals:
         # Do not wait for a read from disk. A request is sent to the encoder service in the meantime, and the
         # service waits for this read.
         how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
-        room = None if self._memory is None else self._memory.allocate(size_bytes)
-        if self._memory is None or room is None:
+        location = None if self._memory is None else self._memory.allocate(size_bytes)
+        if self._memory is None or location is None:
             found = get_payload(self._store, expected.key, **how)
             if found is None:
                 return None
@@ -96,24 +96,24 @@ class Arrivals:
             return ArrivedEmbedding(identifier, header.dtype, header.shape, data)
         arrived = None
         try:
-            into = get_payload_into(self._store, expected.key, self._memory.view(room), **how)
+            into = get_payload_into(self._store, expected.key, self._memory.view(location), **how)
             if into is not None:
                 expected.check(into.dtype, into.shape, size_bytes)
-                arrived = ArrivedEmbedding(identifier, into.dtype, into.shape, room)
+                arrived = ArrivedEmbedding(identifier, into.dtype, into.shape, location)
         except ValueError as e:
             raise CodecError(str(e), reason="wrong_shape") from e
         finally:
             if arrived is None:
-                self._memory.free(room)
+                self._memory.free(location)
         return arrived
 
     def keep_rows(self, data: bytes) -> bytearray | RowLocation:
-        """Copy rows from a service's reply to the row memory, and return their place. If the row memory is
+        """Copy rows from a service's reply to the row memory, and return their location. If the row memory is
         full or not available, return a copy of the rows."""
-        if self._memory is None or (room := self._memory.allocate(len(data))) is None:
+        if self._memory is None or (location := self._memory.allocate(len(data))) is None:
             return bytearray(data)
-        self._memory.view(room)[:] = data
-        return room
+        self._memory.view(location)[:] = data
+        return location
 
     def mark_sent(self, arrived: ArrivedEmbedding) -> None:
         """Record that this embedding is sent to the workers in this step."""

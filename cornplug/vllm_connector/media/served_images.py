@@ -33,12 +33,12 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.media.base import MediaIO
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 
-from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.checkpoints.model_family import PRECISION_VARIABLES
 from cornplug.config import IMAGES_PER_PROMPT, Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import MediaReply, MediaRequest, is_media_refusal
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.messages import MediaReply, MediaRequest, is_media_refusal
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError, EncoderRefused
@@ -165,9 +165,9 @@ class ServedImages:
         """Request the embedding of the image at `url` from the service. Return it as an item for vLLM's
         processor. Raises ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
-            request = self._make_request(salt, url=url)
+            request = self._create_request(salt, url=url)
         else:
-            request = self._make_request(salt, data=await connector.load_from_url_async(url, FileBytes()))
+            request = self._create_request(salt, data=await connector.load_from_url_async(url, FileBytes()))
         try:
             reply = await asyncio.wrap_future(self._client.submit_media(request))
         except EncoderError as e:
@@ -177,9 +177,9 @@ class ServedImages:
     def request_item_sync(self, url: str, connector: Any, salt: str | None) -> Any:
         """Return the same as `request_item`, synchronously, for an engine without an event loop."""
         if _is_remote(url, connector):
-            request = self._make_request(salt, url=url)
+            request = self._create_request(salt, url=url)
         else:
-            request = self._make_request(salt, data=connector.load_from_url(url, FileBytes()))
+            request = self._create_request(salt, data=connector.load_from_url(url, FileBytes()))
         try:
             reply = self._client.submit_media(request).result()
         except EncoderError as e:
@@ -190,7 +190,7 @@ class ServedImages:
         """Close all connections to the encoder service."""
         self._client.close()
 
-    def _make_request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediaRequest:
+    def _create_request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediaRequest:
         if not data and not url:
             raise VLLMValidationError("the image is empty", parameter="image_url")
         return MediaRequest(

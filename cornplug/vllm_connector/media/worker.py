@@ -40,7 +40,7 @@ class RowCopies(Protocol):
         the tensor. Returns (tensor, event for the end of the copy)."""
 
     def is_done(self, end: Any) -> bool:
-        """Return whether the copy with the event `end` has completed. `runs` are then no longer read."""
+        """Return whether the copy with the event `end` has completed. Its chunks are then no longer read."""
 
     def wait(self, end: Any) -> None:
         """Wait for the copy with the event `end`."""
@@ -127,15 +127,15 @@ class MappedRows:
         return self._memory
 
     def copy_rows(self, location: RowLocation) -> torch.Tensor:
-        """Start to copy the bytes at a place in the row memory to the device. Return them as a tensor of
-        shape (bytes,). `take_copied` returns the place's offset after the copy."""
+        """Start to copy the bytes at a location in the row memory to the device. Return them as a tensor of
+        shape (bytes,). `take_copied` returns the location's offset after the copy."""
         assert self._bytes is not None, "this rank has reported to the scheduler that it mapped the memory"
         there, end = self._copies.copy(self._split_location(self._bytes, location), location.size_bytes)
         self._open_copies.append((location.offset, end))
         return there
 
     def take_copied(self) -> list[int]:
-        """Return the offsets of places in the row memory whose copies have completed since the last call."""
+        """Return the offsets of the locations whose copies have completed since the last call."""
         found = []
         while self._open_copies and self._copies.is_done(self._open_copies[0][1]):
             found.append(self._open_copies.popleft()[0])
@@ -152,8 +152,8 @@ class MappedRows:
         return not self._open_copies
 
     def _split_location(self, memory: torch.Tensor, location: RowLocation) -> list[torch.Tensor]:
-        """Split a place in the row memory into tensors at the boundaries of registered ranges. A single copy
-        must not cross such a boundary."""
+        """Split a location in the row memory into tensors at the boundaries of registered ranges. A single
+        copy must not cross such a boundary."""
         at, end = location.offset, location.offset + location.size_bytes
         if self._registered is None:
             return [memory[at:end]]
@@ -277,10 +277,12 @@ class ECWorker:
         for rows, seconds in encoded:
             self._encode_rate.add_sample(rows, seconds)
         mapped, self._mapped_ranks = self._mapped_ranks, []
-        places = [] if self._rows is None else [(self._rank, offset) for offset in self._rows.take_copied()]
-        if not (saves or encoded or copied or mapped or places):
+        copied_rows = (
+            [] if self._rows is None else [(self._rank, offset) for offset in self._rows.take_copied()]
+        )
+        if not (saves or encoded or copied or mapped or copied_rows):
             return None
-        return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
+        return CornplugECWorkerMetadata(saves, encoded, copied, mapped, copied_rows)
 
     def close(self) -> None:
         """Finish the current save, and wait for the copies of received embeddings."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import engine_config, engine_state
 from cornplug.engine_common.model_identity import EngineModel, InitialModel, TowerIdentity
 from cornplug.errors import CheckpointError

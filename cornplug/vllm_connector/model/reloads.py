@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.engine_common.model_identity import declares_quantisation
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
@@ -36,8 +36,8 @@ TRANSFER_ATTRIBUTE: Final = "_cornplug_transfer"
 """Name of the engine core attribute with the trainer's weight update that has no version yet
 (`weight_updates`). The attribute is None if there is no such update."""
 _LOADED_ATTRIBUTE: Final = "_cornplug_loaded"
-"""Name of the engine core attribute with the `LoadedWeights` weights while blocks may still contain KV of
-other weights. The attribute is None otherwise."""
+"""Name of the engine core attribute with the `LoadedWeights` while blocks may still contain KV of other
+weights. The attribute is None otherwise."""
 _VOTE_TIMEOUT_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
@@ -193,7 +193,7 @@ def engine_refusal(core: Any) -> str:
         or parallel.nnodes > 1
         or parallel.distributed_executor_backend not in ("mp", "uni"),
         "expert load balancing moves experts": parallel.enable_eplb,
-        "quantised weights": model.quantization or declares_quantization(model.hf_config),
+        "quantised weights": model.quantization or declares_quantisation(model.hf_config),
         "the engine has a draft model, which has other weights": draft_config_with_kv(config) is not None,
     }
     return next((why for why, holds in found.items() if holds), "")

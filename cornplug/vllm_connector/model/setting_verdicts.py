@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.checkpoints.model_family import PRECISION_VARIABLES
 from cornplug.engine_common.engine_config import (
     FieldTables,
     SettingsVerdict,
@@ -21,7 +21,7 @@ from cornplug.engine_common.engine_config import (
     judge_fields,
     to_json_value,
 )
-from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.engine_common.model_identity import declares_quantisation
 from cornplug.vllm_connector.model.model_fields import (
     CACHE,
     HARMLESS_LOADER_OPTIONS,
@@ -168,7 +168,7 @@ def _judge_model(model: Any) -> SettingsVerdict:
         refusals["ModelConfig.hf_overrides"] = (
             "its value is a function, whose effect cornplug cannot identify"
         )
-    if model.quantization and not declares_quantization(model.hf_config):
+    if model.quantization and not declares_quantisation(model.hf_config):
         overrides["ModelConfig.quantization"] = str(model.quantization)
     if getattr(model, "runner_type", "generate") != "generate":
         refusals["ModelConfig.runner"] = MODEL.refused["runner"]

@@ -7,7 +7,8 @@ also shares again after a weight transfer with a version:
     API process, engine core   the epoch (update counter) becomes odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
     engine core                gets the version from `/finish_weight_update` or `/update_weight_version` after
-                               the transfer, queries the ranks, and records the name (`reloads.hold`)
+                               the transfer, queries the ranks, and records the name
+                               (`reloads.resume_when_unused`)
 
 A transfer results in one new version of the weights, regardless of the number of its calls. The version is
 known only at its end. A failed call ends sharing until the engine restarts. A trainer's own methods

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.apps.routed_call import RoutesFile, resolve_routes
 from cornplug.errors import ConfigError
@@ -50,20 +51,20 @@ def test_routes_of_addresses_have_no_fields() -> None:
 
 def test_routes_of_the_only_launch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORNPLUG_RUNTIME_DIR", str(tmp_path))
-    with pytest.raises(ConfigError, match="0 launches of this user have the class 'chat/text'"):
+    with expect_error(ConfigError, field="routes", match="'chat/text'"):
         resolve_routes("chat", ["text"], None, None)
     written(tmp_path, TABLE, "plan-one/routes.json")
     written(tmp_path, {"other/text": TABLE["chat/text"]}, "plan-two/routes.json")
     assert "http://a:8000" in resolve_routes("chat", ["text"], None, None)().engines
     written(tmp_path, TABLE, "plan-three/routes.json")
-    with pytest.raises(ConfigError, match=r"routes: 2 launches.*plan-one.*Pass the run folder of one"):
+    with expect_error(ConfigError, field="routes", match="plan-one"):
         resolve_routes("chat", ["text"], None, None)
 
 
 def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
-    with pytest.raises(ConfigError, match="request: missing; chat has the classes text, picture"):
+    with expect_error(ConfigError, field="request"):
         resolve_routes("chat", ["text", "picture"], ["http://a"], None)
-    with pytest.raises(ConfigError, match=r"request: chat has no class 'pictures'.*picture"):
+    with expect_error(ConfigError, field="request", match="'pictures'.*picture"):
         resolve_routes("chat", ["text", "picture"], ["http://a"], "pictures")
 
 
@@ -91,7 +92,7 @@ def test_routes_of_wrong_addresses_name_the_remedy(source: Any, words: str) -> N
     ],
 )
 def test_routes_file_without_the_class_is_refused(tmp_path: Path, table: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with expect_error(ConfigError, field="routes", match=words):
         RoutesFile(written(tmp_path, table), "chat/text")
 
 

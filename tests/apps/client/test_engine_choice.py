@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.apps.engine_choice import (
     EngineChooser,
@@ -126,5 +127,5 @@ def test_engine_chooser_pause_that_an_engine_asked_for_is_kept() -> None:
 @pytest.mark.parametrize("name", ["prefill_tokens_per_s", "load_tokens_per_s"])
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])
 def test_miss_price_of_no_speed_is_refused(name: str, speed: float) -> None:
-    with pytest.raises(ConfigError, match=f"price.{name}"):
+    with expect_error(ConfigError, field=f"price.{name}"):
         MissPrice(**{name: speed})

@@ -14,8 +14,8 @@ from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.formats.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import EncoderRefused, MediaError
 
 from ..conftest import SECRET, MakeEncoder, png, sample_image

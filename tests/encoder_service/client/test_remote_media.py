@@ -15,11 +15,11 @@ from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.image import digest_image, to_engine_rgb
+from cornplug.encoder_service.formats.messages import MediaRequest
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
-from cornplug.encoder_service.media.image import digest_image, to_engine_rgb
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import MediaRequest
 from cornplug.errors import EncoderRefused
 from cornplug.identity import embedding_key
 from cornplug.store.memory import MemoryStore

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_services_urls_are_normalised() -> None:
     "wrong", [[], "", "a:8750", "ftp://a", "http://", {"http://a": 0}, {"http://a": float("nan")}]
 )
 def test_services_invalid_value_names_setting(wrong: str | list[str] | Mapping[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"encoder\.urls"):
+    with expect_error(ConfigError, field="encoder.urls"):
         parse_services(wrong)
 
 

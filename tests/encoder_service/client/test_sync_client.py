@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from expected_errors import expect_error
 from safetensors.torch import save
 from time_limits import TimeLimits
 
@@ -23,8 +24,8 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.client import endpoints
 from cornplug.encoder_service.client.async_client import MediaPayload
 from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EmbeddingRef, EncoderClient
+from cornplug.encoder_service.formats.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
 from cornplug.errors import EncoderRefused, EncoderUnavailable, MediaError
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
@@ -118,13 +119,13 @@ def test_encoder_client_errors_name_cause(client: EncoderClient, llava: str, tmp
     with pytest.raises(EncoderRefused) as refused:
         client.encode(b"no image", model=llava)
     assert refused.value.reason == "unknown_format"
-    with pytest.raises(EncoderRefused, match="nobody"):
+    with expect_error(EncoderRefused, reason="unknown_model", match="nobody"):
         client.encode(sample_image(1), model="nobody")
-    with pytest.raises(MediaError, match="cannot read"):
+    with expect_error(MediaError, reason="not_found"):
         client.encode(tmp_path / "absent.png", model=llava)
-    with pytest.raises(MediaError, match="one of"):
+    with expect_error(MediaError, reason="bad_input", match="one of"):
         client.encode(model=llava)
-    with pytest.raises(MediaError, match="one of"):
+    with expect_error(MediaError, reason="bad_input", match="one of"):
         client.encode(sample_image(1), audio=b"RIFF", model=llava)
     with EncoderClient("http://127.0.0.1:9", deadline_s=1) as down, pytest.raises(EncoderUnavailable) as e:
         down.encode(sample_image(1), model=llava)
@@ -138,6 +139,11 @@ def test_encoder_client_default_uses_configured_urls(
     assert load().encoder.urls == (served[0].url, served[1].url)
     with EncoderClient() as client:
         assert client.encode(sample_image(1), model=llava).shape == (16, 64)
+
+
+def test_encoder_client_rejects_unknown_option() -> None:
+    with pytest.raises(TypeError, match="timeout_s"):
+        EncoderClient("http://e", timeout_s=1)
 
 
 def test_encoder_client_sends_key_app_class_and_trace(llava: str) -> None:
@@ -291,9 +297,8 @@ def test_encoder_client_deadline_includes_reading_the_medium(
         return read(item)
 
     monkeypatch.setattr(MediaPayload, "from_item", slow)
-    with pytest.raises(EncoderUnavailable, match="reading the medium") as caught:
+    with expect_error(EncoderUnavailable, reason="encoder_timeout"):
         client.encode(png(sample_image(1)), model=llava, deadline_s=0.1)
-    assert caught.value.reason == "encoder_timeout"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
@@ -302,7 +307,7 @@ def test_encoder_client_bad_request_is_not_retried(status: int, good: Served, ll
     with Misbehaving(refusal) as server:
         with (
             EncoderClient({server.url: 1e6, good.url: 1.0}, deadline_s=10) as client,
-            pytest.raises(EncoderRefused, match="never"),
+            expect_error(EncoderRefused, reason="no"),
         ):
             client.encode(sample_image(1), model=llava)
         assert len(server.requests) == 1

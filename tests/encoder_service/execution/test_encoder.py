@@ -12,25 +12,26 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from expected_errors import expect_error
 from prometheus_client import CollectorRegistry
 
 from cornplug import identity
 from cornplug.codec import PayloadKind
+from cornplug.encoder_service.batcher import EncodeResult
 from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import BatchResult
-from cornplug.encoder_service.model_registry import ModelRegistry
-from cornplug.encoder_service.scheduling.batcher import EncodeResult
-from cornplug.encoder_service.towers import base
-from cornplug.encoder_service.towers import base as tower_base
-from cornplug.encoder_service.towers.base import DTYPES, Tower, TowerItem, from_wire
-from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.messages import (
     INTERNAL_ERROR_MESSAGE,
     EncodeRefusal,
     EncodeReply,
     WireTensor,
 )
+from cornplug.encoder_service.model_registry import ModelRegistry
+from cornplug.encoder_service.towers import base
+from cornplug.encoder_service.towers import base as tower_base
+from cornplug.encoder_service.towers.base import DTYPES, Tower, TowerItem, from_wire
+from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import NewPayload, get_payload, put_payload
@@ -108,9 +109,9 @@ def test_registry_models_of_equal_tower_share_it(
     assert [m.hidden_size for m in registry.served_models()] == [64, 96, 64]
     assert registry.find_by_identity(a.served.identity) is a
     assert registry.find_by_identity(b"?" * 32) is None
-    with pytest.raises(ConfigError, match="twice"):
+    with expect_error(ConfigError, field="--model", match="twice"):
         registry.add(str(llava_pair[0]))
-    with pytest.raises(ConfigError, match="int8"):
+    with expect_error(ConfigError, field="--dtype", match="int8"):
         ModelRegistry(dtype="int8", device="cpu")
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cornplug.config import load
+from cornplug.encoder_service.formats.messages import EncodeRefusal, EncodeReply
 from cornplug.encoder_service.model_loader import layers_of
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.towers.base import PassScheduler
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
 

@@ -15,10 +15,10 @@ import safetensors.torch
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig
-from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.formats.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
+from cornplug.encoder_service.formats.image import digest_image
+from cornplug.encoder_service.formats.messages import DECODINGS
 from cornplug.encoder_service.towers.tiles import TileTower
-from cornplug.encoder_service.wire.engine_seal import EMBEDDING_MEDIA_TYPE as SAFETENSORS
-from cornplug.encoder_service.wire.messages import DECODINGS
 from cornplug.qos import QosClasses
 
 from ..conftest import SECRET, MakeEncoder, inputs_of, png, sample_image

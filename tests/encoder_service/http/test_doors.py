@@ -13,13 +13,14 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from expected_errors import expect_error
 from starlette.requests import HTTPConnection
 
 from cornplug import identity
 from cornplug.config import Config, QosConfig, load
 from cornplug.encoder_service.access import AuditLog, check_exposure
+from cornplug.encoder_service.formats import image
 from cornplug.encoder_service.http import requests
-from cornplug.encoder_service.media import image
 from cornplug.errors import ConfigError
 from cornplug.qos import QosClasses
 from cornplug.store.memory import MemoryStore
@@ -182,7 +183,7 @@ def test_config_key_of_two_tenants_is_refused() -> None:
         {"gold": {"tenants": {"a": ["k"]}}, "silver": {"api_keys": ["k"]}},
         {"default": {"tenants": {"a": ["k"]}}},
     ):
-        with pytest.raises(ConfigError, match="keys"):
+        with expect_error(ConfigError, field="qos"):
             load({"qos.classes": classes}, environ={})
 
 

@@ -12,11 +12,11 @@ from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
 from cornplug.encoder_service.http import app
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.prepared_media import VideoPreprocessor
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
 from cornplug.store.memory import MemoryStore
 
 from ..conftest import MakeEncoder, png, sample_image

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from time_limits import TimeLimits
 
-from cornplug.encoder_service.media import audio
+from cornplug.encoder_service.formats import audio
 from cornplug.errors import MediaError
 from cornplug.identity import samples_digest
 

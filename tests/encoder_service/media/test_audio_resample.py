@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.encoder_service.media import audio_resample
-from cornplug.encoder_service.media.audio import AudioSamples
-from cornplug.encoder_service.media.audio_resample import resample
+from cornplug.encoder_service.formats import audio_resample
+from cornplug.encoder_service.formats.audio import AudioSamples
+from cornplug.encoder_service.formats.audio_resample import resample
 from cornplug.errors import MediaError
 
 

@@ -1,4 +1,4 @@
-"""Each rule of `media.image` beside the engine that it is named after, on a table of odd files."""
+"""Each rule of `formats.image` beside the engine that it is named after, on a table of odd files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import pytest
 
-from cornplug.encoder_service.media import image
-from cornplug.encoder_service.wire.messages import DECODINGS, Decoding, decoding_of
+from cornplug.encoder_service.formats import image
+from cornplug.encoder_service.formats.messages import DECODINGS, Decoding, decoding_of
 from cornplug.errors import MediaError
 from devkit.sglang_engine import sglang_python
 from devkit.vllm_beds import next_vllm

@@ -10,7 +10,7 @@ import zlib
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.media.image import decode, digest_image, to_engine_rgb
+from cornplug.encoder_service.formats.image import decode, digest_image, to_engine_rgb
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from time_limits import TimeLimits
 
-from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits, decode_frames
-from cornplug.encoder_service.media.video import decode as decode_video
+from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader, VideoLimits, decode_frames
+from cornplug.encoder_service.formats.video import decode as decode_video
 from cornplug.encoder_service.preprocess.prepared_media import SAMPLERS
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.errors import EncoderRefused, MediaError

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cornplug.encoder_service.admission import AdmissionRefusal
 from cornplug.encoder_service.preprocess import decode_lanes
 from cornplug.encoder_service.preprocess.decode_lanes import (
     ByteBudget,
@@ -19,7 +20,6 @@ from cornplug.encoder_service.preprocess.decode_lanes import (
 )
 from cornplug.encoder_service.preprocess.decoders import MediaHeader
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
-from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.preprocess.prepared_media import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS_CONTEXT, FrameSampling, MediaLimits
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING
 from devkit import checkpoints
 
 from ..conftest import png, sample_image

@@ -15,9 +15,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from cornplug.encoder_service.batcher import EncodeResult
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.executor import EncodeBatch, compute_batch
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.formats.messages import EncodeRefusal, EncodeReply
 from cornplug.encoder_service.model_loader import CompiledTower
 from cornplug.encoder_service.model_registry import ModelRegistry
 from cornplug.encoder_service.replica import (
@@ -29,10 +31,8 @@ from cornplug.encoder_service.replica import (
     open_replicas,
     replica_devices,
 )
-from cornplug.encoder_service.replica_main import OpenModels, ReplicaReady, SharedBuffer
-from cornplug.encoder_service.scheduling.batcher import EncodeResult
+from cornplug.encoder_service.replica_messages import OpenModels, ReplicaReady, SharedBuffer
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply
 from cornplug.errors import CheckpointError, ConfigError, ReplicaLost
 from devkit import checkpoints
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from cornplug.encoder_service.scheduling.admission import EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
-from cornplug.encoder_service.wire.messages import EncodeRequest
+from cornplug.encoder_service.admission import EncodeAdmission
+from cornplug.encoder_service.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.fair_queue import QueueLimit
+from cornplug.encoder_service.formats.messages import EncodeRequest
 from cornplug.qos import DEFAULT_CLASS, ServiceClass
 
 GOLD = ServiceClass(name="gold", share=0.5, priority=1)

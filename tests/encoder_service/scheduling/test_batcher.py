@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
+from cornplug.encoder_service.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest
 
 TOWER, OTHER = object(), object()
 

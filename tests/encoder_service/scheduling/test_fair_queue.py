@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.scheduling.batcher import backlog_ahead
-from cornplug.encoder_service.scheduling.fair_queue import WeightedFairQueue, form_batch
+from cornplug.encoder_service.batcher import backlog_ahead
+from cornplug.encoder_service.fair_queue import WeightedFairQueue, form_batch
 from cornplug.qos import ServiceClass
 
 TOWER = object()

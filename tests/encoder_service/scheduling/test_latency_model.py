@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.scheduling.admission import BatchLatencyModel
+from cornplug.encoder_service.admission import BatchLatencyModel
 
 
 @example(0.5, 0.0078125, [12, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11, 13])

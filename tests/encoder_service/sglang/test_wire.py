@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.encoder_service import sglang_delivery
-from cornplug.encoder_service.wire.engine_seal import SignedClaim
+from cornplug.encoder_service.formats.engine_seal import SignedClaim
 from cornplug.errors import CodecError, EncoderRefused
 
 SECRET = b"s" * 32
@@ -87,9 +88,8 @@ def test_wire_requests_of_sglang_are_read() -> None:
     ],
 )
 def test_wire_invalid_field_is_refused_by_name(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(EncoderRefused, match=says) as caught:
+    with expect_error(EncoderRefused, reason="bad_input", match=says):
         sglang_delivery.parse_encode_part(json.dumps({**ASK, **change}).encode())
-    assert caught.value.reason == "bad_input"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\x80\x04N.", b'"x"', b"\xff" * 9])

@@ -20,9 +20,9 @@ from opentelemetry.trace import INVALID_SPAN, SpanKind, StatusCode
 from time_limits import TimeLimits
 
 from cornplug.config import Config
+from cornplug.encoder_service.formats.messages import EncodeRequest, trace_of
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.request_observer import NO_TRACING, RequestTracing, open_tracing
-from cornplug.encoder_service.wire.messages import EncodeRequest, trace_of
 
 from ..conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
 from ..execution.test_encoder import Gate, gate, hold, no, ok, queued  # noqa: F401

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from expected_errors import expect_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cornplug.encoder_service.formats.messages import WireTensor
 from cornplug.encoder_service.towers.qwen2_vl import Qwen25VlTower
-from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import EncoderRefused
 from devkit import checkpoints
 
@@ -108,5 +109,5 @@ def test_tower_qwen_bad_video_is_refused_by_field(
     name, halves = tower
     good = medium(name, "video", (2, 4, 4), 0)
     halves.tower.prepare(good)
-    with pytest.raises(EncoderRefused, match=says):
+    with expect_error(EncoderRefused, reason="bad_input", match=says):
         halves.tower.prepare({**good, **{field: to_wire(torch.tensor(v)) for field, v in change.items()}})

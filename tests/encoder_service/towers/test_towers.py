@@ -15,9 +15,9 @@ import torch
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint, ModelIdentity
 from cornplug.checkpoints.families import FAMILIES
+from cornplug.encoder_service.formats.messages import WireTensor
 from cornplug.encoder_service.model_registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
 from devkit import checkpoints
 
 from ..tower_rig import (

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load
 
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.tensors import to_wire
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.tensors import to_wire
 
 FIELDS = {"key": "ab" * 32, "shape": [3, 5], "origin": "computed", "service_time_s": 0.25, "handle": None}
 

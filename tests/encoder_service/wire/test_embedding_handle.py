@@ -13,15 +13,16 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from expected_errors import expect_error
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug import identity
 from cornplug.config import Config
 from cornplug.encoder_service.client.sync_client import EmbeddingRef, EncoderClient
+from cornplug.encoder_service.formats.engine_seal import HANDLE_PREFIX, EmbeddingHandle
+from cornplug.encoder_service.formats.image import digest_image
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.media.image import digest_image
-from cornplug.encoder_service.wire.engine_seal import HANDLE_PREFIX, EmbeddingHandle
 from cornplug.errors import CodecError, EncoderRefused
 from cornplug.store.memory import MemoryStore
 
@@ -186,9 +187,8 @@ def test_vllm_part_by_value_holds_exact_rows(dtype: str) -> None:
 )
 def test_vllm_part_unsupported_family_is_refused(family: str, modality: Any) -> None:
     ref = ref_of(msgspec.structs.replace(HANDLE, family=family, modality=modality))
-    with pytest.raises(EncoderRefused, match=family) as e:
+    with expect_error(EncoderRefused, reason="unsupported", match=family) as e:
         ref.to_vllm_content_part()
-    assert e.value.reason == "unsupported"
     assert modality in str(e.value)
 
 

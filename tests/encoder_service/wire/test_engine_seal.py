@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from expected_errors import expect_error
 
-from cornplug.encoder_service.wire import engine_seal
-from cornplug.encoder_service.wire.engine_seal import MAX_AGE_S, EngineSeal, InvalidSeal, SealChecker
+from cornplug.encoder_service.formats import engine_seal
+from cornplug.encoder_service.formats.engine_seal import MAX_AGE_S, EngineSeal, InvalidSeal, SealChecker
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -52,9 +53,9 @@ def test_seal_checker_replays_old_proofs_and_other_secrets_are_refused() -> None
     checker = SealChecker(SECRET, clock=lambda: now)
     seal = EngineSeal.new(SECRET)
     checker.check(seal.authorization)
-    with pytest.raises(EncoderRefused, match="already received"):
+    with expect_error(EncoderRefused, reason="unauthorized", match="already received"):
         checker.check(seal.authorization)
-    with pytest.raises(EncoderRefused, match="secret_file"):
+    with expect_error(EncoderRefused, reason="unauthorized", match="secret_file"):
         checker.check(EngineSeal.new(OTHER).authorization)
     fresh = EngineSeal.new(SECRET).authorization
     for text in ("", "Bearer x", fresh[:-8], fresh.lower(), engine_seal.SCHEME, engine_seal.SCHEME + "é"):
@@ -62,7 +63,7 @@ def test_seal_checker_replays_old_proofs_and_other_secrets_are_refused() -> None
             checker.check(text)
         assert e.value.reason == "unauthorized"
     for shift in (MAX_AGE_S + 5, -MAX_AGE_S - 5):
-        with pytest.raises(EncoderRefused, match="clocks"):
+        with expect_error(EncoderRefused, reason="unauthorized", match="clocks"):
             SealChecker(SECRET, clock=lambda shift=shift: now + shift).check(fresh)  # type: ignore[misc]
 
 
@@ -83,6 +84,5 @@ def test_seal_other_version_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatc
     body, answer = seal.seal_request(b"x"), seal.seal_reply(b"")
     monkeypatch.undo()
     assert seal.open_request(body) is None
-    with pytest.raises(EncoderUnavailable, match="version 99") as e:
+    with expect_error(EncoderUnavailable, reason="encoder_version", match="version 99"):
         seal.open_reply(answer)
-    assert e.value.reason == "encoder_version"

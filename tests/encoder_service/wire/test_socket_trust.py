@@ -10,13 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from expected_errors import expect_error
 from time_limits import TimeLimits
 
 from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.wire import messages
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats import messages
+from cornplug.encoder_service.formats.messages import (
     PROTOCOL_VERSION,
     DescribeRequest,
     EncodeRequest,
@@ -187,8 +188,8 @@ def test_encoder_socket_folder_open_to_others_is_refused(short_path: Path) -> No
     link.symlink_to(short_path / "mine")
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
     for folder in (theirs, open_, link):
-        with pytest.raises(
-            ConfigError, match=r"encoder\.socket: .* (belongs to user|is writable by|is a symbolic link)"
+        with expect_error(
+            ConfigError, field="encoder.socket", match="belongs to user|is writable by|is a symbolic link"
         ):
             SocketClaim(folder / "e.sock", setting="encoder.socket")
         assert not list(folder.iterdir())

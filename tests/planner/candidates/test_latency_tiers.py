@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.candidates.cells import MAX_TIERS, tier_chain, tiers_per_service
+from cornplug.planner.candidates.latency_tiers import MAX_TIERS, tier_chain, tiers_per_service
 
 BOUNDS = st.floats(0.01, 100) | st.just(inf)
 

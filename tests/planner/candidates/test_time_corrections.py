@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planner.made_inputs import two_apps
 
-from cornplug.planner.candidates.cells import (
+from cornplug.planner.candidates.timed_configs import (
     corrected_times,
     corrections_by_key,
     merged_corrections,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import component_shapes, llm_shape
@@ -272,7 +273,7 @@ def test_shape_of_damaged_weights_are_reported(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     components = _components({"name": "x", "kind": "encoder", "checkpoint": tmp_path})
     for look in (shape_of, fingerprint_of):
-        with pytest.raises(ConfigError, match=r"components\[x\]\.checkpoint: .* is damaged"):
+        with expect_error(ConfigError, field="components[x].checkpoint"):
             look(components["x"], components)
     assert fingerprint_of(_components({"name": "y", "kind": "encoder"})["y"], {}) is None
 
@@ -300,9 +301,8 @@ def test_shape_of_incomplete_checkpoint_is_refused(
     else:
         _config_only(folder, config)
     components = _components({"name": "x", "kind": kind, "checkpoint": folder})
-    with pytest.raises(ConfigError, match=message) as raised:
+    with expect_error(ConfigError, field="components[x].checkpoint", match=message):
         shape_of(components["x"], components)
-    assert raised.value.field == "components[x].checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_shape_of_incomplete_checkpoint_is_refused(
 )
 def test_shape_of_missing_shape_and_checkpoint_names_remedy(kind: str, remedy: str) -> None:
     components = _components({"name": "x", "kind": kind, "model": "nobody/nothing"})
-    with pytest.raises(ConfigError, match=remedy):
+    with expect_error(ConfigError, field="components[x].shape", match=remedy):
         shape_of(components["x"], components)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 from pydantic import ValidationError
 
 from cornplug.errors import ConfigError
@@ -57,7 +58,7 @@ def test_component_degrees_of_mixture_are_kept() -> None:
 
 def test_resolve_dense_checkpoint_refuses_attention_dp(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
-    with pytest.raises(ConfigError, match=r"components\[m\].dp: 'm' is a dense model.* Remove it"):
+    with expect_error(ConfigError, field="components[m].dp", match="'m'"):
         component_shapes.resolve([component(checkpoint=str(tmp_path), dp=[8])])
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
     (found,) = component_shapes.resolve([component(checkpoint=str(tmp_path), dp=[8])])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.gpu_catalog import gpu_table, node_classes, price_table
@@ -104,13 +105,11 @@ def test_price_table_custom_file_replaces_catalog(tmp_path: Path) -> None:
     own.write_text("[[prices]]\n" + "".join(f"{k} = {v!r}\n" for k, v in row.items()))
     assert priced({"gpu": "H100"}, prices=own)[0].price_per_hour == 20
     own.write_text('[[prices]]\nshape = "rack"\n')
-    with pytest.raises(
-        ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Write"
-    ):
+    with expect_error(ConfigError, field=str(own), match="rack"):
         priced({"gpu": "H100"}, prices=own)
-    for content, problem in (("prices = 3", r"the file contains no \[\[prices\]\]"), ("[[", "invalid TOML")):
+    for content in ("prices = 3", "[["):
         own.write_text(content)
-        with pytest.raises(ConfigError, match=problem):
+        with expect_error(ConfigError, field=str(own)):
             priced({"gpu": "H100"}, prices=own)
-    with pytest.raises(ConfigError, match="cannot read the price table"):
+    with expect_error(ConfigError, field=str(tmp_path / "absent.toml")):
         priced({"gpu": "H100"}, prices=tmp_path / "absent.toml")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
@@ -148,10 +149,10 @@ def test_toml_reader_throughput_profile_needs_no_shape(tmp_path: Path) -> None:
 
 
 def test_toml_reader_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
+    with expect_error(ConfigError, field=str(tmp_path / "absent.toml")):
         toml_reader.read(tmp_path / "absent.toml")
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
+    with expect_error(ConfigError, field=str(tmp_path / "plan.toml")):
         toml_reader.read(tmp_path / "plan.toml")
 
 

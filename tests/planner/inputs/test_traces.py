@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import request_sampling
@@ -94,9 +95,9 @@ def test_traces_bad_content_names_file_line_and_column(
 
 
 def test_traces_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the trace: No such file"):
+    with expect_error(ConfigError, field=str(tmp_path / "absent.csv")):
         request_sampling.read_trace(tmp_path / "absent.csv", "csv")
     packed = tmp_path / "trace.gz"
     packed.write_bytes(b"\x1f\x8b\x08\xff")
-    with pytest.raises(ConfigError, match="Decompress it"):
+    with expect_error(ConfigError, field=str(packed)):
         request_sampling.read_trace(packed, "csv")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.config import load
 from cornplug.encoder_service.server_flags import build_parser as encoder_parser
@@ -266,5 +267,5 @@ def broken(**changes: object) -> Plan:
     ],
 )
 def test_commands_incomplete_plan_names_missing_field(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
+    with expect_error(ConfigError, field=f"groups['llm7+vit/EPD@nodes'].{field}"):
         commands(broken(**changes))

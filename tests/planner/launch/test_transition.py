@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cornplug.planner.launch.launcher import local_commands
-from cornplug.planner.launch.session import Transition, transition
+from cornplug.planner.launch.transition import Transition, compute_transition
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -17,7 +17,7 @@ from ..plans import Case, plan
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Any:
-    return lambda old, new: transition(old, new, partial(local_commands, run_dir=tmp_path))
+    return lambda old, new: compute_transition(old, new, partial(local_commands, run_dir=tmp_path))
 
 
 def grouped(made: Plan, **changes: Any) -> Plan:

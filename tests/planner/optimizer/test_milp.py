@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from expected_errors import expect_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.pools import EXACT, NO_RESERVE, one_service
@@ -126,7 +127,7 @@ def test_solve_spot_machines_do_their_share_of_online_work(share: float, spot: i
 
 
 def test_solve_spot_share_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="spot_share"):
+    with expect_error(ConfigError, field="limits.spot_share"):
         solve(spot_pool(1.5), EXACT)
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import Values, goals, has_integer_values, polish, read_solution
-from cornplug.planner.optimizer.solvers import PoolModel, SolverRun
+from cornplug.planner.optimizer.solvers import SolverRun
 
 from ..pools import one_service
 

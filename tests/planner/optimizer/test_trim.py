@@ -9,8 +9,8 @@ import pytest
 
 from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import CurrentState, OptimizationProblem, PoolLimits
+from cornplug.planner.optimizer.pool_model import PoolModel
 from cornplug.planner.optimizer.solution import Values, trim
-from cornplug.planner.optimizer.solvers import PoolModel
 
 from ..pools import EXACT, one_service
 

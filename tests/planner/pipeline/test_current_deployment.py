@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cornplug.planner.candidates.cells import CellSpec, LatencyTier
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.candidates.latency_tiers import LatencyTier
 from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.optimization_problem import (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 from planner.made_inputs import QWEN_7B, QWEN_VIT, two_apps
 
 from cornplug.errors import ConfigError, PlanInfeasible
@@ -162,7 +163,7 @@ def test_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Pat
 def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
-    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*Create a new plan with `cornplug plan`"):
+    with expect_error(ConfigError, field=str(path), match=r"groups\.0\.\w+"):
         Plan.load(path)
 
 

@@ -2,10 +2,11 @@
 
 import httpx
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError, CornplugError
-from cornplug.planner import profile_command
-from cornplug.planner.profile_command import BenchRound, PassCounter, latency_rows, read_pass_counter
+from cornplug.planner import encoder_passes
+from cornplug.planner.encoder_passes import BenchRound, PassCounter, latency_rows, read_pass_counter
 
 
 def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
@@ -29,7 +30,7 @@ def test_points_images_in_two_passes_are_two_batches():
 
 
 def test_points_without_single_image_are_refused():
-    with pytest.raises(ConfigError, match="Start with 1"):
+    with expect_error(ConfigError, field="batches"):
         latency_rows([sent(4, 1)], 1, gpu="L4")
 
 
@@ -37,6 +38,6 @@ def test_passes_of_other_server_metrics_are_refused(monkeypatch):
     def get(url, **_):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
-    monkeypatch.setattr(profile_command.httpx, "get", get)
-    with pytest.raises(CornplugError, match="not an encoder service"):
+    monkeypatch.setattr(encoder_passes.httpx, "get", get)
+    with expect_error(CornplugError, reason="server"):
         read_pass_counter("http://127.0.0.1:1")

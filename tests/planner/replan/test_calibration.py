@@ -8,7 +8,7 @@ import pytest
 from planner.made_inputs import QWEN_7B, plan_input
 
 from cornplug.planner import calibration
-from cornplug.planner.candidates.cells import neutral_correction, profile_key_of
+from cornplug.planner.candidates.timed_configs import neutral_correction, profile_key_of
 from cornplug.planner.inputs.schema import ChangeRules, PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
-from cornplug.planner import replan_command
+from cornplug.planner import replan_state
 from cornplug.planner.plan import Plan
-from cornplug.planner.replan_command import CHANGE_STATUS, DAY_S, SLOT_S, DailyRates
+from cornplug.planner.replan_command import CHANGE_STATUS
+from cornplug.planner.replan_state import DAY_S, SLOT_S, DailyRates
 
 from ..metrics_text import VLLM
 
@@ -123,7 +124,7 @@ def test_corrected_times_few_slow_requests_correct_nothing(site: TimedSite) -> N
 @pytest.mark.more
 def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: TimedSite) -> None:
     path = site.folder / "plan/plan-state.json"
-    state = replan_command.ReplanState.model_validate_json(path.read_bytes())
+    state = replan_state.ReplanState.model_validate_json(path.read_bytes())
     usual = {0: 7.5, 1: 40.0}  # a quarter of an hour after midnight
     history = {"chat/short": DailyRates(usual=usual, day=site.at_s // DAY_S)}
     path.write_text(state.model_copy(update={"history": history}).model_dump_json())
@@ -134,8 +135,8 @@ def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: Ti
     assert status == CHANGE_STATUS
     assert "chat/short: expected rate 7.5 → 4" in said
     assert sum(g.replicas for g in site.plan.groups) > 1
-    assert "chat/short" in replan_command.ReplanState.model_validate_json(path.read_bytes()).history
+    assert "chat/short" in replan_state.ReplanState.model_validate_json(path.read_bytes()).history
     site.replan(requests=0)  # the first snapshot under the new plan
     assert (
-        replan_command.ReplanState.model_validate_json(path.read_bytes()).history["chat/short"].usual == usual
+        replan_state.ReplanState.model_validate_json(path.read_bytes()).history["chat/short"].usual == usual
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornplug.planner.replan_command import DAY_S, SLOT_S, DailyRates
+from cornplug.planner.replan_state import DAY_S, SLOT_S, DailyRates
 
 NINE_S = 9 * 3600
 

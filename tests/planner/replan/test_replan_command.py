@@ -14,7 +14,7 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug import cli
-from cornplug.planner import observed_load, replan_command
+from cornplug.planner import observed_load, replan_state
 from cornplug.planner import replan_command as replan
 from cornplug.planner.observed_load import MetricsSnapshot
 from cornplug.planner.plan import Plan
@@ -230,12 +230,12 @@ def test_replan_state_of_other_plan_is_dropped(site: Site) -> None:
 
 def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     state = site.folder / "plan/plan-state.json"
-    before = replan_command.ReplanState.model_validate_json(state.read_bytes())
+    before = replan_state.ReplanState.model_validate_json(state.read_bytes())
     site.at_s -= 60
     status, said = site.replan()
     assert (status, said[:14]) == (0, "Saved the firs")
     assert (
-        replan_command.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
+        replan_state.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
         == before.snapshots.keys()
     )
 

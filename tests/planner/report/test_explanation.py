@@ -10,8 +10,8 @@ import pytest
 from cornplug.planner.inputs.schema import PlanInput, Slo
 from cornplug.planner.optimizer import decomposition, solvers
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.report import counterfactual, explanation
-from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
+from cornplug.planner.report import counterfactual, explanation, slo_cost_curve
+from cornplug.planner.report.counterfactual import CounterfactualResult, ExplanationBudget
 
 from ..sample_input import given
 
@@ -105,8 +105,8 @@ def test_ask_for_a_plan_as_good_as_none_is_finds_none() -> None:
     pool = decided(given(rate=14, rules=full())).pool
     settings, budget = given().solver, ExplanationBudget(1.0)
     assert counterfactual.solve_question(pool, settings, budget, at_least=5.70).value == pytest.approx(5.69)
-    answer = counterfactual.solve_question(pool, settings, budget, at_least=5.60)
-    assert (answer.value, answer.proven) == (None, True)
+    result = counterfactual.solve_question(pool, settings, budget, at_least=5.60)
+    assert (result.value, result.proven) == (None, True)
 
 
 def test_explanation_monolith_loses_when_roles_differ() -> None:
@@ -192,7 +192,7 @@ def test_explanation_without_work_is_noted() -> None:
 
 
 def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a starved machine: the answer is not the same everywhere then, and the report says so."""
+    """On a starved machine: the result is not the same everywhere then, and the report says so."""
     given, solve = timed(1.2), solvers.solve
     decision = decided(given)
 
@@ -219,7 +219,7 @@ def test_explanation_plan_of_sweep_ended_by_clock_is_noted(monkeypatch: pytest.M
 
 def test_scaled_applications_change_bounds_only() -> None:
     applications = given().applications
-    (looser,) = explanation.scaled(applications, 2.0)
+    (looser,) = slo_cost_curve.scale_bounds(applications, 2.0)
     assert looser.slo == Slo(ttft_s=1.0)
     assert [looser.model_copy(update={"slo": applications[0].slo})] == applications
 
@@ -234,15 +234,15 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("single", "says"),
     [
-        (CounterfactualAnswer(12.0, True), "using it everywhere costs $12.00/h, 20 % more."),
-        (CounterfactualAnswer(10.0, True), "Using the monolith everywhere costs the same here."),
+        (CounterfactualResult(12.0, True), "using it everywhere costs $12.00/h, 20 % more."),
+        (CounterfactualResult(10.0, True), "Using the monolith everywhere costs the same here."),
         (
-            CounterfactualAnswer(None, True, "demand[a/b]: too slow"),
+            CounterfactualResult(None, True, "demand[a/b]: too slow"),
             "no plan of monoliths only meets the SLOs with this pool (demand[a/b]: too slow).",
         ),
     ],
 )
-def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: str) -> None:
+def test_monolith_single_result_is_worded(single: CounterfactualResult, says: str) -> None:
     assert explanation.monolith_loses(10.0, single).endswith(says)
 
 

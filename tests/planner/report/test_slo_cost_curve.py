@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cornplug.planner.report.explanation import SweepCost, monotone_points
+from cornplug.planner.report.slo_cost_curve import SweepCost, monotone_points
 
 
 def test_monotone_points_looser_bounds_never_cost_more() -> None:

@@ -48,7 +48,7 @@ def test_formatting_bound_of_unproved_plan_has_its_unit(unit: str, says: str) ->
     found = OptimalityProof(
         status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2, unit=unit
     )
-    assert formatting.proof(found).endswith(says)
+    assert formatting.describe_proof(found).endswith(says)
 
 
 def test_terminal_estimated_profile_is_marked() -> None:
@@ -100,7 +100,7 @@ def test_terminal_names_are_escaped() -> None:
     ("value", "said"), [(None, "–"), (0.0852, "85.2 ms"), (1.239, "1.24 s"), (3600.0, "3,600 s")]
 )
 def test_formatting_seconds_have_three_digits(value: float | None, said: str) -> None:
-    assert formatting.seconds(value) == said
+    assert formatting.format_seconds(value) == said
 
 
 def test_slo_checks_percentile_is_compared_with_bound() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from expected_errors import expect_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner import simpy_stations
@@ -176,27 +177,25 @@ def test_simulate_no_jobs_is_empty_outcome() -> None:
 
 
 def test_simulate_request_over_kv_tokens_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"llm/D\.kv_tokens: a request needs 120 tokens of KV, but the replica has 100"
-    ):
+    with expect_error(ConfigError, field="llm/D.kv_tokens", match="120.*100"):
         run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=100), (0.0, draw(100, output=20)))
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "field"),
     [
-        ({"tasks": "PD"}, r'x\.steps: missing for tasks "PD"'),
-        ({"tasks": "EP", "steps": STEPS}, r"x\.encode: missing"),
-        ({"tasks": "G"}, r"x\.generate: missing"),
+        ({"tasks": "PD"}, "x.steps"),
+        ({"tasks": "EP", "steps": STEPS}, "x.encode"),
+        ({"tasks": "G"}, "x.generate"),
         (
             {"tasks": "DP", "steps": STEPS},
-            r'x\.tasks: "DP" is not valid\. Write one or more letters of "EPDG", in this order',
+            "x.tasks",
         ),
-        ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0 is too small\. Write 1 or more"),
+        ({"tasks": "P", "steps": STEPS, "replicas": 0}, "x.replicas"),
     ],
 )
-def test_station_invalid_fields_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_station_invalid_fields_are_refused(fields: dict[str, object], field: str) -> None:
+    with expect_error(ConfigError, field=field):
         Station(**{"name": "x", "replicas": 1, **fields})  # type: ignore[arg-type]
 
 

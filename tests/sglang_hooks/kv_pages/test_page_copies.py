@@ -62,10 +62,10 @@ class HostRank:
         found = self.store.reserve(entries, ReserveTerms("test"), deadline_s=1)
         return [one for one in found if isinstance(one, Reservation)]
 
-    def commit(self, room: Reservation, sums: dict[int, int]) -> Lease:
-        header = page_header(room.key, self.mine.page, sums)
-        assert self.store.commit([(room, header)], deadline_s=1) == [True]
-        lease = self.store.lease([room.key], ttl_s=60, deadline_s=1)[0]
+    def commit(self, reservation: Reservation, sums: dict[int, int]) -> Lease:
+        header = page_header(reservation.key, self.mine.page, sums)
+        assert self.store.commit([(reservation, header)], deadline_s=1) == [True]
+        lease = self.store.lease([reservation.key], ttl_s=60, deadline_s=1)[0]
         assert lease is not None
         return lease
 
@@ -73,8 +73,8 @@ class HostRank:
         return [PageSlice(WHOLE, self.copies.host_page(slot))]
 
 
-def stored(store: MemoryStore, room: Reservation) -> bytes:
-    at = room.location
+def stored(store: MemoryStore, reservation: Reservation) -> bytes:
+    at = reservation.location
     return bytes(store.arena[at.offset : at.offset + at.size])
 
 
@@ -127,14 +127,18 @@ def test_page_copies_write_equals_rank_pages(
     monkeypatch.setattr(page_copies, "_TILE_BYTES", tile_bytes)
     rank = HostRank(store, layout, heads=heads)
     pages = [rank.fill(slot, seed) for seed, slot in enumerate((128, 0))]
-    rooms, others = rank.reserve(1, 2), rank.reserve(3, 4)
+    reservations, others = rank.reserve(1, 2), rank.reserve(3, 4)
     found = rank.copies.write(
-        [(rank.part(slot), room.location) for slot, room in zip((128, 0), rooms, strict=True)], never
+        [
+            (rank.part(slot), reservation.location)
+            for slot, reservation in zip((128, 0), reservations, strict=True)
+        ],
+        never,
     )
-    for sums, page, room, other in zip(found, pages, rooms, others, strict=True):
+    for sums, page, reservation, other in zip(found, pages, reservations, others, strict=True):
         part = page[heads.start : heads.stop].contiguous()
         assert sums == rank.mine.write(part, other.location)
-        assert stored(store, room) == stored(store, other)
+        assert stored(store, reservation) == stored(store, other)
         assert set(sums) == set(heads)
 
 
@@ -144,16 +148,16 @@ def test_page_copies_write_sums_before_the_room_is_touched(
     """A sum of the room would call the bytes of a late writer right."""
     rank, untouched, digest = HostRank(store), [], page_copies.xxhash.xxh3_64_intdigest
     rank.fill(0, seed=1)
-    (room,) = rank.reserve(1)
+    (reservation,) = rank.reserve(1)
 
     def noted(segment: memoryview) -> int:
-        untouched.append(not any(stored(store, room)))
+        untouched.append(not any(stored(store, reservation)))
         return digest(segment)
 
     monkeypatch.setattr(page_copies.xxhash, "xxh3_64_intdigest", noted)
-    assert rank.copies.write([(rank.part(0), room.location)], never)[0]
+    assert rank.copies.write([(rank.part(0), reservation.location)], never)[0]
     assert untouched == [True] * HEADS
-    assert any(stored(store, room))
+    assert any(stored(store, reservation))
 
 
 @pytest.mark.parametrize("tile_bytes", TILES)
@@ -172,10 +176,10 @@ def test_page_copies_read_pages_of_any_writer(
     monkeypatch.setattr(page_copies, "_TILE_BYTES", tile_bytes)
     writer = HostRank(store, page=dataclasses.replace(PAGE, layer_runs=runs))
     pages = [writer.fill(0, seed) for seed in (1, 2)]
-    rooms = writer.reserve(1, 2)
+    reservations = writer.reserve(1, 2)
     leases = [
-        writer.commit(room, writer.mine.write(page, room.location))
-        for room, page in zip(rooms, pages, strict=True)
+        writer.commit(reservation, writer.mine.write(page, reservation.location))
+        for reservation, page in zip(reservations, pages, strict=True)
     ]
     rank = HostRank(store, layout, heads=heads)
     targets = [rank.part(slot) for slot in (64, 192)]
@@ -188,8 +192,8 @@ def test_page_copies_read_of_some_layers_verifies_whole_segments(store: MemorySt
     """A rank of another pipeline stage than the writer's segments are made of."""
     writer = HostRank(store)
     page = writer.fill(0, 1)
-    (room,) = writer.reserve(1)
-    lease = writer.commit(room, writer.mine.write(page, room.location))
+    (reservation,) = writer.reserve(1)
+    lease = writer.commit(reservation, writer.mine.write(page, reservation.location))
     held = RankSlice(heads=range(2, 4), layers=range(1, 3), writes=True)
     there = torch.zeros(2, 2, 2, 64, DIM, dtype=torch.bfloat16)
     copies = PageCopies(RankPages(PAGE, held, writer.store), writer.pages)
@@ -197,7 +201,7 @@ def test_page_copies_read_of_some_layers_verifies_whole_segments(store: MemorySt
     assert copies.read([(lease, parts)], never) == (1, None)
     assert torch.equal(there, page[2:4, 1:3])
     # A layer that this rank does not have.
-    store.arena[room.location.offset + 2 * PAGE.segment_bytes] ^= 1
+    store.arena[reservation.location.offset + 2 * PAGE.segment_bytes] ^= 1
     whole, error = copies.read([(lease, parts)], never)
     assert whole == 0
     assert isinstance(error, CodecError)
@@ -213,11 +217,11 @@ def test_page_copies_of_small_parts_meet_in_one_page(store: MemoryStore, layout:
     parts = [
         PageSlice(inside, rank.copies.host_page(slot)) for inside, slot in zip(insides, slots, strict=True)
     ]
-    (room,) = rank.reserve(1)
-    (sums,) = rank.copies.write([(parts, room.location)], never)
-    assert stored(store, room) == bytes_of(page)
+    (reservation,) = rank.reserve(1)
+    (sums,) = rank.copies.write([(parts, reservation.location)], never)
+    assert stored(store, reservation) == bytes_of(page)
     assert sums is not None
-    lease = rank.commit(room, sums)
+    lease = rank.commit(reservation, sums)
     for slot in slots:
         rank.pages.page(slot).zero_()
     # One of them is not asked for.
@@ -234,12 +238,16 @@ def test_page_copies_read_of_corrupt_page_ends_there(
 ) -> None:
     monkeypatch.setattr(page_copies, "_TILE_BYTES", tile_bytes)
     rank = HostRank(store, threads=threads)
-    rooms = rank.reserve(*range(1, 7))
+    reservations = rank.reserve(*range(1, 7))
     for i in range(6):
         rank.fill(64 * i, seed=i)
-    sums = rank.copies.write([(rank.part(64 * i), room.location) for i, room in enumerate(rooms)], never)
-    leases = [rank.commit(room, one) for room, one in zip(rooms, sums, strict=True) if one]
-    store.arena[rooms[3].location.offset + PAGE.page_bytes - 1] ^= 1
+    sums = rank.copies.write(
+        [(rank.part(64 * i), reservation.location) for i, reservation in enumerate(reservations)], never
+    )
+    leases = [
+        rank.commit(reservation, one) for reservation, one in zip(reservations, sums, strict=True) if one
+    ]
+    store.arena[reservations[3].location.offset + PAGE.page_bytes - 1] ^= 1
     jobs = [(lease, rank.part(64 * i)) for i, lease in enumerate(leases)]
     rank.pages.pool.kv_buffer.zero_()
     whole, error = rank.copies.read(jobs, never)
@@ -253,22 +261,28 @@ def test_page_copies_read_of_corrupt_page_ends_there(
 
 def test_page_copies_write_of_ended_reservation_writes_others(store: MemoryStore) -> None:
     rank = HostRank(store, threads=2)
-    rooms = rank.reserve(1, 2, 3)
-    rank.store.release([rooms[1].token], deadline_s=1)
-    before = stored(store, rooms[1])
-    found = rank.copies.write([(rank.part(0), room.location) for room in rooms], never)
+    reservations = rank.reserve(1, 2, 3)
+    rank.store.release([reservations[1].token], deadline_s=1)
+    before = stored(store, reservations[1])
+    found = rank.copies.write([(rank.part(0), reservation.location) for reservation in reservations], never)
     assert [bool(sums) for sums in found] == [True, False, True]
     assert found[1] == {}
-    assert stored(store, rooms[1]) == before
+    assert stored(store, reservations[1]) == before
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_page_copies_begin_no_page_after_stop(store: MemoryStore, threads: int) -> None:
     rank, asked = HostRank(store, threads=threads), iter(range(9))
-    rooms = rank.reserve(*range(1, 7))
-    found = rank.copies.write([(rank.part(0), room.location) for room in rooms], lambda: next(asked) >= 3)
+    reservations = rank.reserve(*range(1, 7))
+    found = rank.copies.write(
+        [(rank.part(0), reservation.location) for reservation in reservations], lambda: next(asked) >= 3
+    )
     assert sorted(sums is None for sums in found) == [False] * 3 + [True] * 3
-    leases = [rank.commit(room, sums) for room, sums in zip(rooms, found, strict=True) if sums is not None]
+    leases = [
+        rank.commit(reservation, sums)
+        for reservation, sums in zip(reservations, found, strict=True)
+        if sums is not None
+    ]
     assert rank.copies.read([(lease, rank.part(64)) for lease in leases], lambda: True) == (0, None)
 
 
@@ -287,12 +301,14 @@ def test_page_copies_of_one_call_run_side_by_side(store: MemoryStore) -> None:
     rank = HostRank(store)
     met: Any = MeetingStore(rank.store)
     copies = PageCopies(dataclasses.replace(rank.mine, store=met), rank.pages, threads=2)
-    rooms = rank.reserve(1, 2)
+    reservations = rank.reserve(1, 2)
     pages = [rank.fill(64 * i, seed=i) for i in range(2)]
-    found = copies.write([(rank.part(64 * i), room.location) for i, room in enumerate(rooms)], never)
-    for room, sums, page in zip(rooms, found, pages, strict=True):
-        assert stored(store, room) == bytes_of(page)
-        assert sums == rank.mine.write(page, room.location)
+    found = copies.write(
+        [(rank.part(64 * i), reservation.location) for i, reservation in enumerate(reservations)], never
+    )
+    for reservation, sums, page in zip(reservations, found, pages, strict=True):
+        assert stored(store, reservation) == bytes_of(page)
+        assert sums == rank.mine.write(page, reservation.location)
     copies.close()
 
 
@@ -300,26 +316,26 @@ def test_page_copies_fault_in_thread_reaches_caller(store: MemoryStore) -> None:
     """A bug is no page that could not be written; no thread is left running."""
     rank = HostRank(store, threads=3)
     broken: Sequence[Any] = [(WHOLE, None)]
-    rooms = rank.reserve(*range(1, 5))
+    reservations = rank.reserve(*range(1, 5))
     with pytest.raises(TypeError):
-        rank.copies.write([(broken, room.location) for room in rooms], never)
-    assert rank.copies.write([(rank.part(0), rooms[0].location)], never)[0]
+        rank.copies.write([(broken, reservation.location) for reservation in reservations], never)
+    assert rank.copies.write([(rank.part(0), reservations[0].location)], never)[0]
 
 
 def test_page_copies_after_close_copy_on_callers_thread(store: MemoryStore) -> None:
     rank = HostRank(store, threads=3)
     rank.copies.close()
-    rooms = rank.reserve(1, 2, 3)
-    found = rank.copies.write([(rank.part(0), room.location) for room in rooms], never)
+    reservations = rank.reserve(1, 2, 3)
+    found = rank.copies.write([(rank.part(0), reservation.location) for reservation in reservations], never)
     assert all(found)
 
 
 def test_page_copies_read_from_ended_store_is_error(store: MemoryStore) -> None:
     rank, other = HostRank(store), MemoryStore(capacity_bytes=1 << 20)
-    (room,) = rank.reserve(1)
-    (sums,) = rank.copies.write([(rank.part(0), room.location)], never)
+    (reservation,) = rank.reserve(1)
+    (sums,) = rank.copies.write([(rank.part(0), reservation.location)], never)
     assert sums
-    lease = rank.commit(room, sums)
+    lease = rank.commit(reservation, sums)
     copies = PageCopies(dataclasses.replace(rank.mine, store=other.connect()), rank.pages)
     whole, error = copies.read([(lease, rank.part(0))], never)
     assert (whole, type(error)) == (0, StoreUnavailable)

@@ -14,7 +14,7 @@ from time_limits import TimeLimits
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import EncoderRefused, EncoderUnavailable

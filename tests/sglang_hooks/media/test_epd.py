@@ -23,9 +23,9 @@ from sglang.srt.managers.io_struct import EncoderDispatchErrorReq
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.utils.common import safe_pickle_loads
 
-from cornplug.encoder_service.wire.engine_seal import SignedClaim, prove_salt
+from cornplug.encoder_service.formats.engine_seal import SignedClaim, prove_salt
 from cornplug.errors import CodecError, EncoderRefused
-from cornplug.identity import embedding_key, media_lineage, placeholder_tokens
+from cornplug.identity import embedding_key, media_item_lineage, placeholder_tokens
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import embedding_prefetch, epd, epd_fallback
@@ -156,7 +156,7 @@ def test_epd_parts_in_any_order_key_images_in_order() -> None:
     finish_assemble(None, waiting, None)
     keys = [embedding_key(SECRET, MODEL, media, "t") for media in (A, B, C)]
     assert [tokens_module.key_of(item) for item in items] == keys
-    assert items[0].pad_values == placeholder_tokens(media_lineage(keys[0], 1))
+    assert items[0].pad_values == placeholder_tokens(media_item_lineage(keys[0], 1))
     assert video.identity is None
 
 

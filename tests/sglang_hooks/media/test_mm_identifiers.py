@@ -19,12 +19,12 @@ from sglang.srt.utils import ImageData
 from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.media.image import digest_image, to_engine_rgb
+from cornplug.encoder_service.formats.image import digest_image, to_engine_rgb
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.engine_common.shared_flags import load_settings
 from cornplug.errors import CheckpointError
-from cornplug.identity import embedding_key, media_lineage, placeholder_tokens
+from cornplug.identity import embedding_key, media_item_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import validated_families
 from cornplug.sglang_hooks.media import media_digests, mm_identifiers
@@ -221,7 +221,7 @@ def test_mm_identifiers_key_fills_placeholder_tokens() -> None:
     key = embedding_key(SECRET, TOWER, digest_image(sample_image(1)), None)
     assert key_of(first) == key
     assert made.padded_input_ids is not None
-    assert made.padded_input_ids[2:6] == list(placeholder_tokens(media_lineage(key, 4)))
+    assert made.padded_input_ids[2:6] == list(placeholder_tokens(media_item_lineage(key, 4)))
     assert made.padded_input_ids[7:11] == list(placeholder_tokens(second.identity))
     assert key_of(second) == embedding_key(SECRET, TOWER, digest_image(sample_image(2)), None)
     assert made.padded_input_ids[12:] == before[12:]

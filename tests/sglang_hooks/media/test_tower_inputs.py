@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_batch import (
 )
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.formats.image import digest_image
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key

@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import ServerArgs
 
-from cornplug.checkpoints.families.family import PRECISION_VARIABLES
+from cornplug.checkpoints.model_family import PRECISION_VARIABLES
 from cornplug.engine_common import model_identity
 from cornplug.engine_common.engine_config import AS_OVERRIDE, FieldTables, find_misplaced
 from cornplug.errors import CheckpointError

@@ -235,7 +235,7 @@ def test_server_client_of_another_user_is_refused(
 
 
 def test_server_idle_ends_busy_goes_on(serve_in_thread: Callable[..., StoreServer], connect: Connect) -> None:
-    running = serve_in_thread(idle_exit_s=0.1)
+    running = serve_in_thread(idle_exit_s=0.5)
     store = connect()
     time.sleep(1.2)
     assert not running.stop

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.codec import PayloadKind
@@ -168,7 +169,7 @@ def test_open_endpoint_wrong_host_is_no_error_of_the_store(caplog: pytest.LogCap
 
 @pytest.mark.parametrize("text", ["nowhere", "host:", "host:70000", "host:-1", ":x"])
 def test_metrics_setting_that_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"store\.metrics.*9464"):
+    with expect_error(ConfigError, field="store.metrics", match="9464"):
         load({"store.metrics": text}, environ={})
 
 

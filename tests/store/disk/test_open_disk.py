@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import ConfigError
 from cornplug.store.disk.segment_files import open_disk
@@ -37,12 +38,12 @@ def test_open_disk_without_cryptography_names_the_extra(
         return None if name == "cryptography" else real(name, *args)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(ConfigError, match=r"store\.disk_path.*pip install 'cornplug\[disk\]'"):
+    with expect_error(ConfigError, field="store.disk_path", match=r"cornplug\[disk\]"):
         open_disk(tmp_path / "tier", SECRET)
     assert not (tmp_path / "tier").exists()
 
 
 def test_open_disk_too_small_is_refused_and_folder_is_free_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"store\.disk_size_bytes"):
+    with expect_error(ConfigError, field="store.disk_size_bytes"):
         open_disk(tmp_path / "tier", SECRET, size_bytes=4096)
     open_disk(tmp_path / "tier", SECRET, size_bytes=1 << 20, write_bytes_s=5).files.close()

@@ -13,8 +13,8 @@ from cornplug.store import messages, payload
 from cornplug.store.base import Tier
 from cornplug.store.daemon.entry_watchers import EntryTableWriter
 from cornplug.store.entry_table import TICKETS, MappedEntryTable, TableShape
-from cornplug.store.far import far_questions
-from cornplug.store.far.far_questions import FarLookupQueue
+from cornplug.store.far import far_lookup_queue
+from cornplug.store.far.far_lookup_queue import FarLookupQueue
 from cornplug.store.payload import recall_and_wait
 from cornplug.testing.store import DEADLINE_S, key_of
 from devkit.far_servers import RedisServer
@@ -118,7 +118,7 @@ def test_mapped_entry_table_ticket_gives_way_to_one_of_its_word() -> None:
     writer.close()
 
 
-def test_far_questions_tell_each_caller_once_its_last_key_is_over() -> None:
+def test_far_lookups_tell_each_caller_once_its_last_key_is_over() -> None:
     questions, told = FarLookupQueue(), list[str]()
     questions.notify_when_done(lambda: told.append("none"))
     assert told == ["none"], "nothing is waited for"
@@ -142,8 +142,8 @@ def test_far_questions_tell_each_caller_once_its_last_key_is_over() -> None:
     assert told[-1] == "second"
 
 
-def test_far_questions_keys_beyond_the_bound_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(far_questions, "MAX_PENDING_KEYS", 2)
+def test_far_lookups_keys_beyond_the_bound_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_lookup_queue, "MAX_PENDING_KEYS", 2)
     questions, told = FarLookupQueue(), list[int]()
     assert [questions.add(key_of(name)) for name in range(3)] == [True, True, False]
     questions.notify_when_done(lambda: told.append(1))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
@@ -110,7 +111,11 @@ def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
 def test_open_far_bad_address_of_a_master_is_an_error_naming_the_remedy(
     url: str, problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"store\.far.*{problem}.*mooncake://master:50051\?segment=512MiB"):
+    with expect_error(
+        ConfigError,
+        field="store.far",
+        match=rf"{problem}.*mooncake://master:50051\?segment=512MiB",
+    ):
         open_far([url], b"s" * 32, secret_file=tmp_path / "own")
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from expected_errors import expect_error
 from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
@@ -174,7 +175,7 @@ def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(
     ],
 )
 def test_open_far_bad_members_are_an_error_naming_the_remedy(url: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"store\.far.*{problem}.*nixl://10\.0\.0\.5:8760\+10"):
+    with expect_error(ConfigError, field="store.far", match=rf"{problem}.*nixl://10\.0\.0\.5:8760\+10"):
         open_far([url], SECRET, secret_file=tmp_path / "own")
 
 
@@ -182,9 +183,7 @@ def test_open_far_members_without_nixl_are_an_error_naming_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"store\.far.*requires a package that is not installed: nixl.*cornplug\[far-nixl\]"
-    ):
+    with expect_error(ConfigError, field="store.far", match="far-nixl"):
         open_far(["nixl://10.0.0.5+10.0.0.6"], SECRET, secret_file=tmp_path / "own")
 
 

@@ -83,7 +83,7 @@ class Core:
 
     def execute(self, step: Any) -> None:
         output, moves = step
-        answer = self.engine.execute(moves)
+        connector_output = self.engine.execute(moves)
         names = list(moves.scheduled)
         requests = self.scheduler.requests
         done = {
@@ -96,7 +96,7 @@ class Core:
                 names,
                 {name: i for i, name in enumerate(names)},
                 [[7] if done[name] else [] for name in names],
-                kv_connector_output=answer,
+                kv_connector_output=connector_output,
             ),
         )
 

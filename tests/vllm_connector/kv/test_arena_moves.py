@@ -324,8 +324,8 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
     assert "1536 bytes" in caplog.text
 
 
-def test_arena_location_is_read_from_places(engine: Make) -> None:
-    """The layout of `Leases.places`, on which `can_load` relies."""
+def test_arena_location_layout_is_the_stores(engine: Make) -> None:
+    """The layout of `Leases.locations`, on which `can_load` relies."""
     assert encode_location(PayloadLocation(bytes(16), 3, 5, 7)) == b"".join(
         n.to_bytes(8, "little") for n in (3, 5, 7)
     )

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -25,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.kv import cache_geometry
-from cornplug.vllm_connector.kv.cache_geometry import caches_in_page_order, page_geometry
+from cornplug.vllm_connector.kv.cache_geometry import layers_in_page_order, page_geometry
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 CONFIG: Any = SimpleNamespace(
@@ -188,7 +189,7 @@ def test_page_geometry_of_latents_with_an_unknown_field_is_refused() -> None:
     class Later(MLAAttentionSpec):
         pass
 
-    with pytest.raises(LayoutError, match="Later"):
+    with expect_error(LayoutError, reason="attention_kind", match="Later"):
         page_geometry(CONFIG, planned(Later(**LATENTS)), 64)
     spec = MLAAttentionSpec(**LATENTS)
     known = dataclasses.fields(spec)
@@ -196,7 +197,7 @@ def test_page_geometry_of_latents_with_an_unknown_field_is_refused() -> None:
     object.__setattr__(spec, "rotation", 1)
     with (
         mock.patch.object(cache_geometry, "fields", return_value=(*known, unknown)),
-        pytest.raises(LayoutError, match="rotation 1"),
+        expect_error(LayoutError, reason="attention_kind", match="rotation 1"),
     ):
         page_geometry(CONFIG, planned(spec), 64)
 
@@ -229,7 +230,7 @@ def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
     """EAGLE and DeepSeek's MTP number on, a draft model and others begin again."""
     cache = named(*TARGET, draft)
     assert page_geometry(speculating(), cache, 64).layers == 3
-    ordered = caches_in_page_order(speculating(), cache, dict.fromkeys(cache.kv_cache_groups[0].layer_names))  # type: ignore[arg-type]
+    ordered = layers_in_page_order(speculating(), cache)
     assert [name.removesuffix(".self_attn.attn") for name in ordered] == [
         "model.layers.0",
         "model.layers.1",
@@ -270,10 +271,10 @@ def test_page_geometry_leaves_out_layers_that_use_anothers_cache() -> None:
     """vLLM plans no cache for them, and registers their target's once more under their names."""
     cache = named("model.layers.0")
     assert page_geometry(CONFIG, cache, 64).layers == 1
-    caches: Any = dict.fromkeys(["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"])
-    assert list(caches_in_page_order(CONFIG, cache, caches)) == ["model.layers.0.self_attn.attn"]
+    assert layers_in_page_order(CONFIG, cache) == ("model.layers.0.self_attn.attn",)
 
 
-def test_page_order_without_a_planned_cache_is_shorter() -> None:
-    """The worker compares it with its layers, and refuses."""
-    assert caches_in_page_order(speculating(), named(*TARGET, "model.layers.2"), {}) == {}
+def test_page_order_of_a_pipeline_stage_is_by_number() -> None:
+    pipeline: Any = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    names = layers_in_page_order(pipeline, named("model.layers.3", "model.layers.2"))
+    assert names == ("model.layers.2.self_attn.attn", "model.layers.3.self_attn.attn")

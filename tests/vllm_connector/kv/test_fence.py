@@ -20,7 +20,7 @@ HOOKS = [
     "handle_allocation",
     "build_metadata",
     "handle_acks",
-    "finish_load",
+    "end_load",
     "finish_request",
     "has_open_saves",
 ]
@@ -56,7 +56,7 @@ def answers_all(one: Core) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "after"),
-    [(hook, after) for hook in HOOKS for after in (0, 1) if (hook, after) != ("finish_load", 1)],
+    [(hook, after) for hook in HOOKS for after in (0, 1) if (hook, after) != ("end_load", 1)],
 )
 def test_error_in_a_hook_of_the_scheduler_half_ends_sharing_only(
     core: Make,

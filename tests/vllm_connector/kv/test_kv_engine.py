@@ -12,6 +12,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from expected_errors import expect_error
 from keyed_store import KeyedStore
 from time_limits import TimeLimits
 from vllm.v1.outputs import KVConnectorOutput
@@ -982,7 +983,7 @@ def test_kv_share_kv_off_counts_nothing(engine: Make) -> None:
 
 
 def test_kv_policy_fail_error_names_remedy(engine: Make) -> None:
-    with pytest.raises(ConfigError, match=r"kv_load_failure_policy.*recompute"):
+    with expect_error(ConfigError, field="kv_load_failure_policy", match="recompute"):
         engine(policy="fail")
 
 

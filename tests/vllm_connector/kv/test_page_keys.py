@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug import identity
-from cornplug.identity import media_lineage, placeholder_tokens
+from cornplug.identity import media_item_lineage, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.media.mm_identifiers import key_of
@@ -127,7 +127,7 @@ def test_page_keys_of_other_row_count_differ_from_first_row() -> None:
 def test_page_keys_number_rows_and_keep_tokens_between() -> None:
     """SGLang knows no others. Those that stand for themselves are in the chain as they are."""
     masked = [i % 10 != 9 for i in range(80)]
-    rows = placeholder_tokens(media_lineage(b"\xaa" * 32, 72))
+    rows = placeholder_tokens(media_item_lineage(b"\xaa" * 32, 72))
     there = iter([rows[i % 4] for i in range(72)])
     tokens = prompt(160, (40, 80))
     seen = [next(there) if 40 <= i < 120 and masked[i - 40] else tokens[i] for i in range(160)]

@@ -24,13 +24,13 @@ Make = Callable[..., Engine]
 class _Later:
     """An answer that comes when the store `answers`."""
 
-    def __init__(self, store: LateStore, answer: Any) -> None:
-        self._store, self._answer = store, answer
+    def __init__(self, store: LateStore, reply: Any) -> None:
+        self._store, self._reply = store, reply
 
     def poll(self) -> Any:
         if self._store.lost:
             raise StoreUnavailable("no answer in time", reason="store_timeout")
-        return self._answer if self._store.answers else None
+        return self._reply if self._store.answers else None
 
 
 class LateStore(FaultyStore):

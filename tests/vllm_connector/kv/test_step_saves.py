@@ -23,7 +23,7 @@ def held_moves(pages: int, requests: int) -> tuple[Moves, threading.Event, threa
             assert go.wait(60)
         return view(location, writable=writable)
 
-    moves.worker._pages.store.view = held  # type: ignore[method-assign]
+    moves.group._pages.store.view = held  # type: ignore[method-assign]
     return moves, began, go
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -170,9 +171,8 @@ def test_derive_layout_across_blocks_is_refused_unallocated(
     made: list[Any] = []
     for name in ("zeros", "empty", "meshgrid", "full"):
         monkeypatch.setattr(kv_layout.torch, name, lambda *a, **k: made.append(a))
-    with pytest.raises(LayoutError, match="VLLM_KV_CACHE_LAYOUT") as error:
+    with expect_error(LayoutError, reason="layout", match="VLLM_KV_CACHE_LAYOUT"):
         derive_layout(cache, HEADS, BLOCK, DIM, side_by_side)
-    assert error.value.reason == "layout"
     assert not made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.mla import cpu_mla
 
@@ -266,13 +267,13 @@ def test_layout_of_576_wide_latents_round_trips() -> None:
 
 def test_derive_latents_without_permutation_are_refused() -> None:
     write = latent_write_op(mla_layer(LatentBackend(loses=1), RANK, ROTARY))
-    with pytest.raises(LayoutError, match="does not permute"):
+    with expect_error(LayoutError, reason="layout", match="does not permute"):
         derive_layout(torch.zeros(3, 1, 16, RANK + ROTARY), 1, 16, RANK + ROTARY, write, 1)
 
 
 def test_derive_latents_in_cache_of_two_planes_are_refused() -> None:
     write = latent_write_op(mla_layer(LatentBackend(), RANK, ROTARY))
-    with pytest.raises(LayoutError, match="shape"):
+    with expect_error(LayoutError, reason="layout", match="shape"):
         derive_layout(torch.zeros(3, 1, 16, 2 * (RANK + ROTARY)), 1, 16, RANK + ROTARY, write, 1)
 
 
@@ -347,20 +348,19 @@ def test_layout_padding_between_tokens_is_untouched() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 2, 16, 17), (3, 3, 16, 16), (3, 2, 32, 16), (2, 3, 2, 16, 8), (3, 16)])
 def test_derive_other_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError, match="shape"):
+    with expect_error(LayoutError, reason="layout", match="shape"):
         derive_layout(torch.zeros(shape), 2, 16, 8, side_by_side)
 
 
 def test_write_op_layer_without_operation_is_refused() -> None:
     layer: Any = SimpleNamespace(impl=object())
-    with pytest.raises(LayoutError, match="no cache-write operation"):
+    with expect_error(LayoutError, reason="layout", match="no cache-write operation"):
         write_op(layer)
-    with pytest.raises(LayoutError, match="no cache-write operation"):
+    with expect_error(LayoutError, reason="layout", match="no cache-write operation"):
         latent_write_op(mla_layer(object(), RANK, ROTARY))
 
 
 def test_latent_write_op_of_another_layer_is_refused() -> None:
     """Models that bring a class of their own pad latents, or split them otherwise."""
-    with pytest.raises(LayoutError, match="layout of SimpleNamespace") as error:
+    with expect_error(LayoutError, reason="attention_kind", match="SimpleNamespace"):
         latent_write_op(SimpleNamespace(impl=LatentBackend()))
-    assert error.value.reason == "attention_kind"

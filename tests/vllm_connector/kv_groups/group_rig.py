@@ -98,7 +98,7 @@ class GroupCore:
             mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "rig"})),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=tp),
             recorded(kv_connector, "KVScheduler") as halves,
-            recorded(kv_connector, "GroupsWorker") as self.workers,
+            recorded(kv_connector, "KVWorker") as self.workers,
         ):
             self.connector = CornplugConnector(ours, KVConnectorRole.SCHEDULER, cache)
             self.half = halves[0] if halves else None
@@ -206,18 +206,18 @@ class GroupCore:
         output = self.scheduler.schedule()
         moves = self._moves(output)
         outputs: Any = [SimpleNamespace(kv_connector_output=rank.execute(moves)) for rank in self.ranks]
-        answer = self.aggregator.aggregate(outputs)
-        assert answer is not None
+        aggregated = self.aggregator.aggregate(outputs)
+        assert aggregated is not None
         names, requests = list(moves.ends), self.scheduler.requests
         done = {name: moves.ends[name] >= requests[name].num_tokens for name in names}
-        self.failed += len(answer.kv_connector_output.failed_recving or ())
+        self.failed += len(aggregated.kv_connector_output.failed_recving or ())
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 names,
                 {name: i for i, name in enumerate(names)},
                 [self._sampled(output, name) if done[name] else [] for name in names],
-                kv_connector_output=answer.kv_connector_output,
+                kv_connector_output=aggregated.kv_connector_output,
             ),
         )
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from expected_errors import expect_error
 
 from cornplug.errors import LayoutError
 from cornplug.store.memory import MemoryStore
@@ -149,13 +150,12 @@ DRAFT = "model.layers.4.self_attn.attn"
     ],
 )
 def test_draft_layers_of_other_drafts_are_refused(ours: Any, cache: Any, why: str) -> None:
-    with pytest.raises(LayoutError, match=why) as error:
+    with expect_error(LayoutError, reason="speculative", match=why):
         page_kinds(ours, cache, 64)
-    assert error.value.reason == "speculative"
 
 
 def test_draft_layers_with_two_caches_a_layer_are_refused() -> None:
     cache = beside(DRAFT, group=1)
     cache.kv_cache_groups[1].layer_names.append("model.layers.4.cross_attn.attn")
-    with pytest.raises(LayoutError, match="two caches"):
+    with expect_error(LayoutError, reason="speculative", match="two caches"):
         page_kinds(speculating(), cache, 64)

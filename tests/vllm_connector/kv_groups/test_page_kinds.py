@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -75,7 +76,7 @@ def test_page_kinds_of_fp8_are_bytes() -> None:
 
 def test_page_kinds_of_engine_without_kv_are_refused() -> None:
     """As one of several connectors of an engine that runs its encoder only."""
-    with pytest.raises(LayoutError, match="has no KV"):
+    with expect_error(LayoutError, reason="layout", match="has no KV"):
         page_kinds(config(), planned(), 64)
 
 

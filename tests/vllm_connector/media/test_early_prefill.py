@@ -28,7 +28,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cornplug.encoder_service.wire.messages import EncodeReply, WireTensor
+from cornplug.encoder_service.formats.messages import EncodeReply, WireTensor
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import ec_connector, plugin

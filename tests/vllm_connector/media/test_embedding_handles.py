@@ -26,7 +26,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import PayloadKind
 from cornplug.config import EMBEDDINGS_BY_VALUE, Config
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
 from cornplug.engine_common import engine_state
 from cornplug.identity import embedding_key
 from cornplug.store.client import open_store
@@ -346,7 +346,7 @@ def test_embedding_handle_name_as_uuid_gets_no_key(make: Make) -> None:
     assert mm_identifiers._foreign_name(claimed) == f"foreign-{claimed}"
     assert key_of(final(f"foreign-{claimed}")) is None
     with pytest.raises(VLLMValidationError):
-        made.make_identifier(claimed, None)
+        made.create_identifier(claimed, None)
 
 
 def test_embedding_handle_with_processor_args_or_lora_is_refused(

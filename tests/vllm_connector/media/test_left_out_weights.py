@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import expect_error
 from torch import nn
 from vllm.model_executor.models.utils import StageMissingLayer, no_init_weights
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -66,6 +67,6 @@ def test_report_of_left_out_weights_says_their_bytes_and_the_tokens_that_fit(
 
 
 def test_report_of_a_loaded_tower_ends_the_start_where_the_service_has_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="loaded the tower"):
+    with expect_error(ConfigError, field="--cornplug-tower service", match="loaded the tower"):
         partial_models.report_excluded_weights(worker(Model(absent=False), tmp_path / "s"), SPECS)
     partial_models.report_excluded_weights(worker(Model(absent=False), tmp_path / "s", tower="engine"), SPECS)

@@ -28,7 +28,7 @@ from vllm.multimodal.parse import (
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.formats.image import digest_image
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
@@ -366,10 +366,10 @@ def test_identifier_while_weights_are_read_waits_once(
     name = "cp1-" + "1" * 64
     with within(25 * 0.3, "one wait for all images of all requests"):
         for _ in range(50):
-            assert one.make_identifier(name, None).startswith("local-")
+            assert one.create_identifier(name, None).startswith("local-")
     go.set()
     end_s = time.monotonic() + 30
-    while key_of(one.make_identifier(name, None)) is None:
+    while key_of(one.create_identifier(name, None)) is None:
         assert time.monotonic() < end_s, "the model stays unidentified"
 
 
@@ -481,12 +481,12 @@ def test_identifier_after_update_is_of_the_new_weights_and_their_epoch(tmp_path:
     new = checkpoints.qwen2_vl(tmp_path / "new", llm_seed=21, tower_seed=22)
     one, state = named(config(old), tmp_path), engine_state.current()
     name = "cp1-" + "1" * 64
-    before = one.make_identifier(name, None)
+    before = one.create_identifier(name, None)
     assert key_of(before) is not None
     odd = state.begin_update()
-    assert key_of(one.make_identifier(name, None), 2) is None
+    assert key_of(one.create_identifier(name, None), 2) is None
     state.end_update(odd, str(new), 2**62)
-    after = one.make_identifier(name, None)
+    after = one.create_identifier(name, None)
     fresh = Checkpoint.open(str(new)).identity("float32").identity
     assert key_of(after, 2) == embedding_key(SECRET, fresh, b"\x11" * 32, None)
     assert key_of(after) is None

@@ -17,7 +17,7 @@ from time_limits import TimeLimits
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, WireTensor
+from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable

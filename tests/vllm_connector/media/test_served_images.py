@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.base import BaseRenderer
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker, MultiModalItemTracker
 
 from cornplug.checkpoints.tested_releases import VersionRange
 from cornplug.config import load
-from cornplug.encoder_service.wire.engine_seal import EmbeddingHandle
-from cornplug.encoder_service.wire.messages import (
+from cornplug.encoder_service.formats.engine_seal import EmbeddingHandle
+from cornplug.encoder_service.formats.messages import (
     MediaReply,
     MediaRequest,
     ServedModality,
@@ -332,9 +333,9 @@ def test_check_of_another_tower_ends_the_start_and_of_no_service_does_not(
     images = make()
     images.check(TOWER, "m")
     service.models = (served("other", b"o" * 32),)
-    with pytest.raises(ConfigError, match=r"http://a:8750 has the towers of other.*--model m"):
+    with expect_error(ConfigError, field="--cornplug-encoder", match="http://a:8750.*--model m"):
         images.check(TOWER, "m")
-    with pytest.raises(ConfigError, match="mm-processor-kwargs"):
+    with expect_error(ConfigError, field="--cornplug-tower service", match="mm-processor-kwargs"):
         images.check(TowerIdentity(IDENTITY, None), "m")
     service.error = EncoderUnavailable("down", reason="encoder_down")
     images.check(TOWER, "m")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import expect_error
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -42,7 +43,7 @@ def test_cache_specs_unknown_field_is_refused() -> None:
         sinks: int = 0
 
     require_plain_blocks(Later(**SIZES, sliding_window=100))
-    with pytest.raises(LayoutError, match="sinks 4"):
+    with expect_error(LayoutError, reason="attention_kind", match="sinks 4"):
         require_plain_blocks(Later(**SIZES, sliding_window=100, sinks=4))
 
 

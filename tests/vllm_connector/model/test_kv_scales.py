@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expected_errors import expect_error
 from safetensors.torch import load_file, save_file
 
 from cornplug.errors import LayoutError
@@ -90,5 +91,5 @@ def test_kv_scales_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
         model_config=SimpleNamespace(model=str(tmp_path), revision=None, dtype=torch.bfloat16),
         load_config=SimpleNamespace(download_dir=None),
     )
-    with pytest.raises(LayoutError, match="cannot read"):
+    with expect_error(LayoutError, reason="not_found"):
         checkpoint_scales(config)

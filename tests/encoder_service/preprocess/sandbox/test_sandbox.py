@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 from time_limits import TimeLimits
 
-from cornplug.encoder_service.media.image import MAX_SCANS, RgbPixels
-from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
+from cornplug.encoder_service.formats.image import MAX_SCANS, RgbPixels
+from cornplug.encoder_service.formats.messages import DECODINGS, Decoding
+from cornplug.encoder_service.formats.video import VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess, SandboxedDecoder
 from cornplug.encoder_service.preprocess.decoders import (
     InProcessDecoder,
@@ -24,7 +25,6 @@ from cornplug.encoder_service.preprocess.decoders import (
     MediaHeader,
     accept_any_header,
 )
-from cornplug.encoder_service.wire.messages import DECODINGS, Decoding
 from cornplug.errors import EncoderRefused, MediaError
 
 from ... import hostile_images

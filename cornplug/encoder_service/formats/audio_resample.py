@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from cornplug.encoder_service.media.audio import AudioSamples, Samples
+from cornplug.encoder_service.formats.audio import AudioSamples, Samples
 from cornplug.errors import MediaError
 
 _ZERO_CROSSINGS: Final = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from cornplug.checkpoints.families.family import BaseCheckpoint, Json, ModelFamily, Spec, without_inert
+from cornplug.checkpoints.model_family import BaseCheckpoint, Json, ModelFamily, Spec, without_inert
 from cornplug.errors import CheckpointError
 
 _WHISPER_DEFAULTS: Final[Json] = {

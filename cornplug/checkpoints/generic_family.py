@@ -1,4 +1,4 @@
-"""Model families without their own module in this package. Their identity does not depend on tensor names.
+"""Model families that `families.py` does not list. Their identity does not depend on tensor names.
 
     all tensors outside the decoder ─┐
     all of config.json ──────────────┼─> identity
@@ -22,7 +22,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from cornplug.checkpoints.families.family import Json, Modality, ModelFamily, Spec
+from cornplug.checkpoints.model_family import Json, Modality, ModelFamily, Spec
 
 PROCESSOR_FILES: Final = (
     "preprocessor_config.json",
@@ -106,11 +106,11 @@ def generic_family(config: Json, processors: Mapping[Modality, Json]) -> ModelFa
         taken = tuple(m for m in taken if m != "audio")
     if not isinstance(name, str) or not {"image", "audio"} & set(taken):
         return None
-    return _build_family(name, taken)
+    return _create_family(name, taken)
 
 
 @cache
-def _build_family(name: str, modalities: tuple[Modality, ...]) -> ModelFamily:
+def _create_family(name: str, modalities: tuple[Modality, ...]) -> ModelFamily:
     return ModelFamily(
         name=name,
         tower_class="generic:GenericArchitecture",

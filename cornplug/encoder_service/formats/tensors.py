@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.formats.messages import WireTensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -49,7 +49,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from cornplug.checkpoints.families import Modality
-from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION, WireTensor
+from cornplug.encoder_service.formats.messages import PROTOCOL_VERSION, WireTensor
 from cornplug.errors import CodecError, EncoderRefused, EncoderUnavailable
 from cornplug.identity import DIGEST_BYTES, digest, keyed_digest
 from cornplug.store.disk.record_format import derive_key
@@ -75,6 +75,19 @@ _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Name of each dtype in safetensors, by torch's name."""
 _ALIGNMENT_BYTES: Final = 8
 _HANDLE_DOMAIN: Final = "cornplug-embedding-handle-v1"
+_IDENTITY_FIELD: Final = "cornplug_identity"
+_MEDIA_FIELD: Final = "cornplug_media"
+_PROOF_FIELD: Final = "cornplug_proof"
+"""Names of a `SignedClaim`'s fields in a message to SGLang."""
+_CLAIM_DOMAIN: Final = "cornplug-statement-v2"
+_SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
+Grid = Sequence[Sequence[int]]
+"""(frames, height, width) in patches, one row for each image. Values must fit into 64 bits."""
+EMBEDDING_MEDIA_TYPE: Final = "application/vnd.safetensors"
+HANDLE_PREFIX: Final = "cornplug1."
+HANDLE_LIFETIME_S: Final = 24 * 3600.0
+_MAX_HANDLE_CHARS: Final = 4096
+"""Maximum length of a handle's text. Longer texts are not parsed."""
 
 
 class InvalidSeal(Exception):
@@ -190,25 +203,6 @@ class SealChecker:
         return EngineSeal(self._secret, head)
 
 
-_IDENTITY: Final = "cornplug_identity"
-
-
-_MEDIA: Final = "cornplug_media"
-
-
-_PROOF: Final = "cornplug_proof"
-
-
-_DOMAIN: Final = "cornplug-statement-v2"
-
-
-_SALT_DOMAIN: Final = "cornplug-sglang-salt-v1"
-
-
-Grid = Sequence[Sequence[int]]
-"""(frames, height, width) in patches, one row for each image. Values must fit into 64 bits."""
-
-
 def sign(secret: bytes, domain: str, *parts: bytes) -> bytes:
     """Return a signature over these parts (32 bytes). It cannot be computed without the secret. `domain`
     identifies the format."""
@@ -243,7 +237,7 @@ class SignedClaim:
         payload: bytes | memoryview,
     ) -> Self:
         """Create a signed statement about `payload`, which has the bytes of a (rows, hidden_size) tensor."""
-        proof = sign(secret, _DOMAIN, *_signed_parts(identity, media, dtype, shape, grid, payload))
+        proof = sign(secret, _CLAIM_DOMAIN, *_signed_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
     def is_valid(
@@ -251,14 +245,14 @@ class SignedClaim:
     ) -> bool:
         """Return whether this statement was signed with the secret for this tensor and these grids."""
         parts = _signed_parts(self.identity, self.media, dtype, shape, grid, payload)
-        return is_signed(self.proof, secret, _DOMAIN, *parts)
+        return is_signed(self.proof, secret, _CLAIM_DOMAIN, *parts)
 
     def to_fields(self) -> Mapping[str, str]:
         """Return the statement as named text fields, to add to a message."""
         return {
-            _IDENTITY: self.identity.hex(),
-            _MEDIA: ",".join(digest.hex() for digest in self.media),
-            _PROOF: self.proof.hex(),
+            _IDENTITY_FIELD: self.identity.hex(),
+            _MEDIA_FIELD: ",".join(digest.hex() for digest in self.media),
+            _PROOF_FIELD: self.proof.hex(),
         }
 
     @classmethod
@@ -268,7 +262,7 @@ class SignedClaim:
 
         Raises CodecError("statement") if the fields are malformed.
         """
-        texts = [fields.get(name) for name in (_IDENTITY, _MEDIA, _PROOF)]
+        texts = [fields.get(name) for name in (_IDENTITY_FIELD, _MEDIA_FIELD, _PROOF_FIELD)]
         if all(text is None for text in texts):
             return None
         try:
@@ -294,9 +288,6 @@ def is_salt_proved(proof: str | None, secret: bytes, salt: str) -> bool:
         return False
 
 
-EMBEDDING_MEDIA_TYPE: Final = "application/vnd.safetensors"
-
-
 def pack_embedding(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
     """Return the bytes of a file with the tensor and the other fields. The tensor's bytes are copied only
     once."""
@@ -315,7 +306,7 @@ def pack_embedding(fields: Mapping[str, Any], tensor: WireTensor) -> bytes:
 
 
 def unpack_embedding(file: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the fields and the tensor's bytes of a file that `pack` returned.
+    """Return the fields and the tensor's bytes of a file that `pack_embedding` returned.
 
     Raises LookupError, TypeError or ValueError (including msgspec's errors) if the file is invalid.
     """
@@ -324,15 +315,6 @@ def unpack_embedding(file: bytes) -> tuple[dict[str, Any], bytes]:
     fields: dict[str, Any] = msgspec.json.decode(header["__metadata__"][_FIELDS])
     start, end = header[_TENSOR]["data_offsets"]
     return fields, file[8 + size + start : 8 + size + end]
-
-
-HANDLE_PREFIX: Final = "cornplug1."
-
-
-HANDLE_LIFETIME_S: Final = 24 * 3600.0
-
-
-_MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -387,7 +369,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def _parse_text(cls, text: str) -> tuple[Self, bytes, bytes]:
         wrong = CodecError("not an embedding handle of an encoder service", reason="handle_malformed")
-        if not text.startswith(HANDLE_PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
+        if not text.startswith(HANDLE_PREFIX) or len(text) > _MAX_HANDLE_CHARS or text.count(".") != 2:
             raise wrong
         try:
             claims, proof = (_decode_base64(part) for part in text.removeprefix(HANDLE_PREFIX).split("."))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.scheduling.batcher import (
+from cornplug.encoder_service.batcher import (
     Backlog,
     Batcher,
     EncodeJob,
@@ -26,7 +26,7 @@ from cornplug.encoder_service.scheduling.batcher import (
     RunningBatch,
     ServiceLoad,
 )
-from cornplug.encoder_service.scheduling.fair_queue import QueuedJob
+from cornplug.encoder_service.fair_queue import QueuedJob
 from cornplug.qos import ServiceClass
 
 _DECAY_PER_BATCH: Final = 0.9

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from cornplug.checkpoints.families.family import (
+from cornplug.checkpoints.model_family import (
     Json,
     Modality,
     ModelFamily,

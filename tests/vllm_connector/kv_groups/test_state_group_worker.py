@@ -11,7 +11,7 @@ import torch
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv.groups_worker import StateWorker
+from cornplug.vllm_connector.kv.group_worker import StateGroupWorker
 
 BLOCKS = 4
 PAGE = PageGeometry(
@@ -29,7 +29,7 @@ def views(cache: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]
 def refused(store: MemoryStore, cache: torch.Tensor, states: Any) -> str:
     """Why a worker does not map this cache; "" where it does."""
     pages = RankPages(PAGE, RankSlice(heads=range(1), layers=range(1), writes=True), store.connect())
-    worker = StateWorker(pages, 1.0, other_worker=None, slab_share=1.0)
+    worker = StateGroupWorker(pages, 1.0, other_worker=None, slab_share=1.0)
     worker.register({"a": cache}, {"a": SimpleNamespace(kv_cache=states)})
     acks = worker.take_acks()
     worker.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from cornplug.checkpoints.families.family import (
+from cornplug.checkpoints.model_family import (
     Json,
     ModelFamily,
     Spec,
@@ -342,7 +342,7 @@ def _gemma3_projector(config: Json) -> Spec:
 
 def _gemma3_preprocess(preprocessor: Json) -> Spec:
     spec = pixel_spec(preprocessor, "Gemma3ImageProcessor", _GEMMA3_PIXELS)
-    spec.pop("image_seq_length", None)  # number of rows in the prompt
+    spec.pop("image_seq_length", None)  # The number of rows in the prompt.
     if not spec.get("do_pan_and_scan"):
         for name in _GEMMA3_CROPS:
             spec.pop(name, None)

@@ -4,7 +4,7 @@ The rules are the engines' rules, so that an engine and the service compute the 
 the first frame of an animation is used, and colour profiles are ignored. The engines' rules differ in two
 points:
 
-| rule (`wire.messages.Decoding`) | EXIF orientation | images with transparency |
+| rule (`formats.messages.Decoding`) | EXIF orientation | images with transparency |
 |---|---|---|
 | `vllm-0.32` | applied | laid on white, unless the mode is "RGB" |
 | `vllm-0.33` | applied | laid on white |
@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 

@@ -42,12 +42,6 @@ _INERT_WHEN_OFF: Final = frozenset(
 )
 """Fields that transformers 4 writes even for a disabled feature. A disabled feature has no effect."""
 
-
-def without_inert(config: Json) -> Spec:
-    """Return the config without names, token ids, and fields that affect only training or sampling."""
-    return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHEN_OFF)}
-
-
 # `model_type` -> `architectures` for which engines run the usual class of this `model_type`.
 _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "deepseek_v2": ("DeepseekV2ForCausalLM",),
@@ -73,6 +67,44 @@ _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration",),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration",),
 }
+_CLIP_MEAN: Final = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD: Final = [0.26862954, 0.26130258, 0.27577711]
+_PIXEL_DEFAULTS: Final[Json] = {
+    "do_resize": True,
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+    "do_convert_rgb": True,
+    "data_format": "channels_first",
+}
+_NON_PIXEL_FIELDS: Final = frozenset(
+    {
+        "_processor_class",
+        "_valid_processor_keys",
+        "default_to_square",
+        "disable_grouping",
+        "feature_extractor_type",
+        "processor_class",
+        "return_tensors",
+    }
+)
+PRECISION_VARIABLES: Final = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Environment variables that change the precision of torch's libraries."""
+USUAL_NUMERIC_CLASS: Final = "any"
+"""Numeric class of a process that sets none of these variables."""
+
+
+def without_inert(config: Json) -> Spec:
+    """Return the config without names, token ids, and fields that affect only training or sampling."""
+    return {k: v for k, v in config.items() if k not in _INERT and (v or k not in _INERT_WHEN_OFF)}
 
 
 def unusual_classes(config: Json) -> list[str] | None:
@@ -151,13 +183,13 @@ class ModelFamily:
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
     """Function that returns whether this description fits the tower in config.json. If not,
-    `families.generic` describes the tower."""
+    `generic_family.py` describes the tower."""
     config_of: Callable[[Json, Modality], Json] = _whole_config
     """Function that returns config.json without the parts that only other modalities' towers read."""
     reaches: Callable[[str, Modality], bool] = _any_tensor
     """Function that returns whether a tower tensor, by published name, can affect a modality's embeddings."""
     generic: bool = False
-    """Whether transformers' own class computes the tower (`families.generic`)."""
+    """Whether transformers' own class computes the tower (`generic_family.py`)."""
 
     @property
     def first_modality(self) -> Modality:
@@ -188,32 +220,6 @@ class ModelFamily:
                 if published.startswith(prefix) and len(prefix) > best[0]:
                     best = (len(prefix), part, normal + published[len(prefix) :])
         return best[1], best[2]
-
-
-_CLIP_MEAN: Final = [0.48145466, 0.4578275, 0.40821073]
-_CLIP_STD: Final = [0.26862954, 0.26130258, 0.27577711]
-_PIXEL_DEFAULTS: Final[Json] = {
-    "do_resize": True,
-    "resample": 3,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": _CLIP_MEAN,
-    "image_std": _CLIP_STD,
-    "do_convert_rgb": True,
-    "data_format": "channels_first",
-}
-_NON_PIXEL_FIELDS: Final = frozenset(
-    {
-        "_processor_class",
-        "_valid_processor_keys",
-        "default_to_square",
-        "disable_grouping",
-        "feature_extractor_type",
-        "processor_class",
-        "return_tensors",
-    }
-)
 
 
 def pixel_spec(
@@ -269,16 +275,6 @@ def drop_null_sides(spec: Spec) -> Spec:
 # Settings of a process, other than the dtype, can change the results of torch's libraries. A numeric class
 # identifies these settings. It is part of embedding keys, in engines and in the encoder service. Only
 # processes of the same class share embeddings.
-
-PRECISION_VARIABLES: Final = (
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-"""Environment variables that change the precision of torch's libraries."""
-USUAL_NUMERIC_CLASS: Final = "any"
-"""Numeric class of a process that sets none of these variables."""
 
 
 def current_numeric_class() -> str:

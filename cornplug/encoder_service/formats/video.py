@@ -21,14 +21,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cornplug.encoder_service.media import image
-from cornplug.encoder_service.media.audio import (
+from cornplug.encoder_service.formats import image
+from cornplug.encoder_service.formats.audio import (
     DECODE_ERRORS,
     announced_duration_s,
     iter_frames,
     open_container,
 )
-from cornplug.encoder_service.wire.messages import DEFAULT_DECODING, Decoding
+from cornplug.encoder_service.formats.messages import DEFAULT_DECODING, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from cornplug.qos import ServiceClass
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.scheduling.batcher import PendingRequest
+    from cornplug.encoder_service.batcher import PendingRequest
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 

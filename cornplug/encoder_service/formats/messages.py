@@ -18,7 +18,7 @@ after both proofs have been checked. Each side also checks the user of the other
 reports (`foreign_peer_uid`). Therefore another user cannot relay proofs between engine and service.
 
 Releases of an engine may decode images differently. Therefore a message names the rule by which the service
-decodes an image (`Decoding`, `media.image`), which is the rule of the engine that will use the embedding.
+decodes an image (`Decoding`, `formats.image`), which is the rule of the engine that will use the embedding.
 This module does not need torch.
 """
 
@@ -52,6 +52,56 @@ HANDSHAKE_TIMEOUT_S: Final = 5.0
 """Maximum duration of a handshake in seconds."""
 _NONCE_BYTES: Final = 32
 _HANDSHAKE_DOMAIN: Final = b"cornplug/encoder-socket/1/"
+Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
+"""Decoding rule of an engine, named after the release that introduced the rule."""
+DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
+DEFAULT_DECODING: Final[Decoding] = "vllm-0.33"
+"""Rule for requests to the HTTP API that do not name a rule."""
+DECODING_HEADER: Final = "x-cornplug-decoding"
+"""HTTP header that names the rule for all images in a request."""
+_RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
+    ("vllm", "0.32.", "vllm-0.32"),
+    ("vllm", "0.33.", "vllm-0.33"),
+    ("sglang", "0.5.23", "sglang-0.5.23"),
+)
+_STATUS: Final[Mapping[str, int]] = {
+    "unknown_model": 404,
+    "bad_input": 422,
+    "overloaded": 503,
+    "over_share": 429,
+    "too_late": 504,
+    "internal": 500,
+    "too_large": 413,
+    "too_large_prepared": 413,
+    "too_many_pixels": 413,
+    "slow_body": 408,
+    "media_type": 415,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "draining": 503,
+    "down": 503,
+    "stuck": 503,
+    "remote_url": 422,
+    "remote_failed": 424,
+    "remote_timeout": 424,
+    "fetches_full": 503,
+    "unauthorized": 401,
+    "forbidden": 403,
+    "forbidden_salt": 403,
+    "forbidden_origin": 403,
+    "forbidden_host": 421,
+    "not_reloaded": 409,
+    "forbidden_receiver": 403,
+    "undeliverable": 502,
+    "no_receiver": 504,
+    "transfer": 501,
+}
+_MEDIA_STATUSES: Final = frozenset({413, 415, 422, 424})
+FETCH_REASONS: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
+"""Reasons after which another service may succeed, because it has another network route to the URL's host."""
+INTERNAL_ERROR_MESSAGE: Final = "internal error of the service; see its log"
+"""Message for an internal error. It does not contain the exception's text, which may include paths, addresses
+and data of other clients."""
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -220,28 +270,6 @@ def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:
     return kept if "traceparent" in kept else None
 
 
-Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
-"""Decoding rule of an engine, named after the release that introduced the rule."""
-
-
-DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
-
-
-DEFAULT_DECODING: Final[Decoding] = "vllm-0.33"
-"""Rule for requests to the HTTP API that do not name a rule."""
-
-
-DECODING_HEADER: Final = "x-cornplug-decoding"
-"""HTTP header that names the rule for all images in a request."""
-
-
-_RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
-    ("vllm", "0.32.", "vllm-0.32"),
-    ("vllm", "0.33.", "vllm-0.33"),
-    ("sglang", "0.5.23", "sglang-0.5.23"),
-)
-
-
 def decoding_of(engine: str, version: str) -> Decoding | None:
     """Return the rule of a release of "vllm" or "sglang", or None for a release that is not listed."""
     return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
@@ -250,52 +278,6 @@ def decoding_of(engine: str, version: str) -> Decoding | None:
 def parse_decoding(name: str) -> Decoding | None:
     """Return the rule with this name, or None."""
     return next((d for d in DECODINGS if d == name), None)
-
-
-_STATUS: Final[Mapping[str, int]] = {
-    "unknown_model": 404,
-    "bad_input": 422,
-    "overloaded": 503,
-    "over_share": 429,
-    "too_late": 504,
-    "internal": 500,
-    "too_large": 413,
-    "too_large_prepared": 413,
-    "too_many_pixels": 413,
-    "slow_body": 408,
-    "media_type": 415,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "draining": 503,
-    "down": 503,
-    "stuck": 503,
-    "remote_url": 422,
-    "remote_failed": 424,
-    "remote_timeout": 424,
-    "fetches_full": 503,
-    "unauthorized": 401,
-    "forbidden": 403,
-    "forbidden_salt": 403,
-    "forbidden_origin": 403,
-    "forbidden_host": 421,
-    "not_reloaded": 409,
-    "forbidden_receiver": 403,
-    "undeliverable": 502,
-    "no_receiver": 504,
-    "transfer": 501,
-}
-
-
-_MEDIA_STATUSES: Final = frozenset({413, 415, 422, 424})
-
-
-FETCH_REASONS: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons after which another service may succeed, because it has another network route to the URL's host."""
-
-
-INTERNAL_ERROR_MESSAGE: Final = "internal error of the service; see its log"
-"""Message for an internal error. It does not contain the exception's text, which may include paths, addresses
-and data of other clients."""
 
 
 def status_of(reason: str) -> int:

@@ -19,8 +19,8 @@ from typing import Final, Generic, Self, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from cornplug.encoder_service.scheduling.fair_queue import QueuedJob, WeightedFairQueue, form_batch
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, EncodeRequest
+from cornplug.encoder_service.fair_queue import QueuedJob, WeightedFairQueue, form_batch
+from cornplug.encoder_service.formats.messages import EncodeRefusal, EncodeReply, EncodeRequest
 from cornplug.qos import DEFAULT_CLASS, ServiceClass
 
 EncodeResult = EncodeReply | EncodeRefusal

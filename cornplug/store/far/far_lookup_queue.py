@@ -1,9 +1,10 @@
-"""Keys to look up in one far store, one lookup at a time, and the callers that wait for the results."""
+"""Keys to look up in one far store, one lookup at a time, the callers that wait for the results, and keys
+that were absent recently."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 MAX_PENDING_KEYS: Final = 8192
@@ -74,6 +75,35 @@ class FarLookupQueue:
     def _notify_callers(self) -> None:
         while self._callers and self._callers[0][0] <= self._completed:
             self._callers.popleft()[1]()
+
+
+class RecentKeys:
+    """Set of the `max_keys` newest keys, each of which is remembered for `ttl_s`. Not thread-safe."""
+
+    def __init__(self, *, ttl_s: float, max_keys: int) -> None:
+        self._ttl_s, self._max_keys = ttl_s, max_keys
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def is_recent(self, key: bytes, now_s: float) -> bool:
+        """Return whether a key is recent."""
+        return self._until_s.get(key, now_s) > now_s
+
+    def add(self, keys: Iterable[bytes], now_s: float) -> None:
+        """Mark these keys as recent."""
+        for key in keys:
+            self._until_s[key] = now_s + self._ttl_s
+            self._until_s.move_to_end(key)
+        while self._until_s and (
+            len(self._until_s) > self._max_keys or next(iter(self._until_s.values())) <= now_s
+        ):
+            self._until_s.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """Remove a key."""
+        self._until_s.pop(key, None)
 
 
 def pop_first(keys: OrderedDict[bytes, None], max_keys: int) -> list[bytes]:

@@ -1,1 +1,0 @@
-"""Decoders for image, video and audio bytes. Only `audio_resample` uses torch."""

@@ -1,1 +1,0 @@
-"""Scheduling and admission of encode jobs. Uses neither torch nor I/O."""
