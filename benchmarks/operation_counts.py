@@ -81,8 +81,8 @@ def vllm_arena() -> Iterator[Count]:
         every, one = pages * requests, requests == 1
         found = vllm_copies.count_arena(pages, requests)
         for name, slabs, engine in (
-            ("save", -(-every // 4), (45 if one else 75) * every + 200),
-            ("load", requests * -(-pages // 4), (42 if one else 190) * every + 250),
+            ("save", -(-every // 4), (36 if one else 75) * every + 200),
+            ("load", requests * -(-pages // 4), (26 if one else 185) * every + 200),
         ):
             counts, step = found[name], f"GPU's own {name} of {pages} pages of {requests} requests"
             yield Count(f"{step}: launches", counts.launches, 5 * slabs)

@@ -220,7 +220,7 @@ class SocketClaim:
 
     Args:
         setting: Name of the setting that contains the path, for error messages.
-        wait_s: Maximum time in seconds to wait for the lock if another process is about to end.
+        wait_s: Maximum time in seconds to wait for the lock while the process that holds it ends.
 
     Raises SocketInUse if another process is listening on the path. Raises ConfigError if the path cannot be a
     socket, or if another user could create a socket there.

@@ -30,6 +30,7 @@ from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies import block_copies
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes
+from cornplug.vllm_connector.kv_copies.mover import ByteBudget, PolledMover
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
 """Llama 3 8B's cache at TP 1."""
@@ -136,7 +137,10 @@ class Moves:
         held = RankSlice(heads=range(HEADS), layers=range(LAYERS), writes=True)
         self._page, self._step = geometry, geometry.page_bytes
         self._memory = memoryview(bytearray(pages * requests * self._step))
-        store: Any = SimpleNamespace(view=self._view, arena_memory=lambda _: self._memory, close=lambda: None)
+        store: Any = SimpleNamespace(
+            view=self._view, arena_memory=lambda _: self._memory, close=lambda: None,
+            are_writable=lambda locations: [True for _ in locations],
+        )  # fmt: skip
         whole = torch.randn(LAYERS, 2 * blocks, BLOCK, HEADS, 2 * DIM).to(torch.bfloat16)
         self.caches = list(whole.permute(0, 1, 3, 2, 4))
         names = [str(i) for i in range(LAYERS)]
@@ -275,7 +279,7 @@ def count_arena(pages: int, requests: int) -> dict[str, Operations]:
 
 def _with_arena(moves: Moves, counts: Operations, side: CopyBackend) -> None:
     """Have a worker's GPU copy by itself; no byte may take the other way."""
-    from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers  # wants Triton
+    from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers, SharedDevice  # needs Triton
     from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
     from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
@@ -289,10 +293,15 @@ def _with_arena(moves: Moves, counts: Operations, side: CopyBackend) -> None:
     memory._min_bytes = 1
     memory.can_access(bytes(16), len(moves._memory))
     memory._thread.submit(lambda: None).result()
+    shared = SharedDevice(memory, PolledMover(ByteBudget(50e9)))
     worker._arena_transfers = ArenaTransfers(
-        worker._pages, worker._reports, memory, *copies, sizes=BlockSizes(BLOCK, BLOCK),
-        discard=worker._discard_pages,
-    )  # fmt: skip
+        worker._pages,
+        worker._reports,
+        shared,
+        (copies[0], copies[1]),
+        sizes=BlockSizes(BLOCK, BLOCK),
+        fallback=worker,
+    )
     worker._mover.submit = None
 
 

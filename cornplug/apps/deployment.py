@@ -1,8 +1,7 @@
-"""The apps file (TOML), which is the planner's input with the resources of one host, and its conversion into
-a deployment on this host for the launcher.
+"""Reads the apps file (TOML) and converts it into a deployment on this host for the launcher.
 
-The pool is optional in the apps file. `format_toml` writes TOML, because the standard library can only read
-TOML.
+An apps file is a planner input for a single host, whose pool is optional. `format_toml` writes TOML, because
+the standard library can only read TOML.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StatChange:
-    """Changes of the store's counts within `seconds`, or since the store started if `seconds` is None."""
+    """Change of the store's counters over `seconds`, or since the store started if `seconds` is None."""
 
     seconds: float | None
     before: StoreStat | None

@@ -22,6 +22,7 @@ from cornplug.codec import (
     encode_header,
     encode_partial_header,
     expected_header_checksums,
+    segment_checksums,
 )
 from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, RankSlice
@@ -113,6 +114,15 @@ def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
     if page.runs_for_segments(len(header.checksums)) is None or lease.location.size != page.page_bytes:
         raise CodecError("the size of a page does not match its header", reason="wrong_shape")
     return header
+
+
+def checksum_table(metas: Sequence[bytes | None]) -> NDArray[np.uint64]:
+    """Return the segments' checksums from headers of equal length that `decode_header` has validated, shape
+    (headers, segments)."""
+    headers = [meta for meta in metas if meta is not None]
+    end, segments = len(headers[0]) - 8, len(segment_checksums(headers[0]))
+    rows = np.frombuffer(b"".join(headers), np.uint8).reshape(len(metas), -1)
+    return np.ascontiguousarray(rows[:, end - 8 * segments : end]).view("<u8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,10 +131,8 @@ def _update_times(
     *,
     keep: bool,
 ) -> tuple[ReplanState, list[TimesCorrection]]:
-    """Return the state with this window's times, and the corrections of profiles.
-
-    With `keep`, profiles are not corrected.
-    """
+    """Return the state with the times that requests took in this window, compared with the plan, and the
+    corrections to apply to profiles. With `keep`, profiles are not corrected."""
     if keep:
         return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
     known = old.corrections if state.corrections is None else state.corrections

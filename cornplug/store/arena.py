@@ -30,7 +30,7 @@ import mmap
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -127,6 +127,11 @@ class MappedFences:
     def is_writable(self, location: PayloadLocation) -> bool:
         """Return whether this location is still reserved, and may be written."""
         return _is_writable(self._table, location)
+
+    def are_writable(self, locations: Sequence[PayloadLocation]) -> list[bool]:
+        """Return for each location whether it is still reserved, and may be written."""
+        table = self._table
+        return [0 <= at.fence < FENCE_SLOTS and table[at.fence] == at.generation for at in locations]
 
 
 class MemoryLimit(NamedTuple):
@@ -250,6 +255,13 @@ class MappedArena:
         if writable and not self._fences.is_writable(location):
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
         return self.bytes_at(location.offset, location.size, writable=writable)
+
+    def are_writable(self, locations: Sequence[PayloadLocation]) -> list[bool]:
+        """Return for each location whether it is in this arena and still reserved."""
+        return [
+            at.arena_id == self.id and 0 <= at.offset <= self.capacity_bytes - at.size and reserved
+            for at, reserved in zip(locations, self._fences.are_writable(locations), strict=True)
+        ]
 
     def bytes_at(self, offset: int, size: int, *, writable: bool = False) -> memoryview:
         """Return bytes of the arena, without checking which entry they belong to."""

@@ -51,6 +51,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from cornplug.errors import StoreUnavailable
 from cornplug.store.store_stats import StoreStat
 
 KEY_BYTES = 32
@@ -295,6 +296,18 @@ class Store(ABC):
         """Close the connection. All its leases and reservations end."""
 
     # -- capabilities -----------------------------------------------------------------------
+
+    def are_writable(self, locations: Sequence[PayloadLocation]) -> list[bool]:
+        """Return for each location whether it can be written now, as `view` with `writable` checks."""
+        found = []
+        for location in locations:
+            try:
+                self.view(location, writable=True)
+            except StoreUnavailable:
+                found.append(False)
+            else:
+                found.append(True)
+        return found
 
     def find_unleased(self, key: bytes) -> UnleasedEntry | LookupMiss:
         """Return the entry of a key without a message and without a lease. ABSENT counts as a miss.

@@ -360,6 +360,10 @@ class PoolStore(Store):
             raise StoreUnavailable("the location is in another arena", reason="stale_location")
         return arena.view(location, writable=writable)
 
+    def are_writable(self, locations: Sequence[PayloadLocation]) -> list[bool]:
+        arena = self._link.arena
+        return [False] * len(locations) if arena is None else arena.are_writable(locations)
+
     def arena_memory(self, arena_id: bytes) -> memoryview | None:
         arena = self._link.arena
         if arena is None or arena.id != arena_id:

@@ -257,7 +257,7 @@ class MappedEntryTable:
         return EntryRecord(number, generation, offset, size, data[META_OFFSET:end])
 
     def is_unchanged(self, record: EntryRecord) -> bool:
-        """Return whether the entry has been in place since its record was read."""
+        """Return whether the entry was neither evicted nor replaced since its record was read."""
         return self._words[self.shape.record_offset(record.number) // WORD_BYTES + 1] == record.generation
 
     def _find_record(self, key: bytes) -> int:

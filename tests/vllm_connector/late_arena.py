@@ -11,16 +11,19 @@ import numpy as np
 import torch
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers
+from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers, Fallback, SharedDevice
 from cornplug.vllm_connector.kv.metadata import TransferReports
 from cornplug.vllm_connector.kv_copies import arena_copies
 from cornplug.vllm_connector.kv_copies.arena_copies import BLOCK_BYTES, STATE_WORDS, ArenaCopies
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
+from cornplug.vllm_connector.kv_copies.mover import ByteBudget, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 from .late_device import LateDevice
 
 STALE_BYTE = 0xAA
+BYTES_PER_S = 50e9
+"""Bandwidth of this GPU's bus."""
 
 
 class NumpyChecksums:
@@ -139,6 +142,7 @@ def late_arena(
     blocks: CacheBlocks,
     *,
     sizes: BlockSizes,
+    fallback: Fallback,
     ranges: HostRanges,
 ) -> LateArena:
     """`open_arena` for caches on the CPU."""
@@ -154,8 +158,6 @@ def late_arena(
         pages.store, ranges.register, ranges.unregister, lambda: None,
         min_bytes=mmap.PAGESIZE, max_bytes=5 * mmap.PAGESIZE,
     )  # fmt: skip
-    moves = ArenaTransfers(
-        pages, reports, memory, out, into, sizes=sizes,
-        discard=lambda keys: pages.discard(keys, deadline_s=1),
-    )  # fmt: skip
+    shared = SharedDevice(memory, PolledMover(ByteBudget(BYTES_PER_S)))
+    moves = ArenaTransfers(pages, reports, shared, (out, into), sizes=sizes, fallback=fallback)
     return LateArena(moves, ranges, out, into, out_batch, into_batch, devices[0], (pages, reports, blocks))

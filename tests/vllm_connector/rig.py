@@ -449,11 +449,11 @@ class Engine:
                 late.blocks.device = torch.device("cuda")
             return late
 
-        def open_arena(*args: Any, sizes: BlockSizes, **_how: Any) -> Any:
+        def open_arena(*args: Any, sizes: BlockSizes, fallback: Any, **_how: Any) -> Any:
             from .late_arena import HostRanges, late_arena  # needs Triton
 
             ranges = (self.ranges or HostRanges)()
-            arenas.append(late_arena(*args, sizes=sizes, ranges=ranges))
+            arenas.append(late_arena(*args, sizes=sizes, fallback=fallback, ranges=ranges))
             return arenas[-1].moves
 
         with mock.patch.object(group_worker, "BlockCopies", copies):

@@ -391,7 +391,7 @@ class ServiceHandshake:
             _decode_proof(frame).proof,
             _compute_proof(self._secret, b"engine", self._engine_nonce, self._nonce),
         ):
-            raise UntrustedPeer("the proof was made with another secret")
+            raise UntrustedPeer("the proof was made with a different secret")
 
 
 def check_user(sock: socket.socket) -> None:

@@ -307,8 +307,8 @@ def _weights_read(
     """Return a function that maps the number of tokens of one group in an iteration to the bytes of weights
     that a rank reads.
 
-    With attention data parallelism, a rank reads all weights outside the experts, and the experts that a
-    token of any group uses. The share of these experts is 1 - (1 - k / E)^tokens.
+    With attention data parallelism, a rank reads all non-expert weights, and the experts that are activated
+    by a token of any group. The expected fraction of activated experts is 1 - (1 - k / E)^tokens.
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:

@@ -103,8 +103,8 @@ def _solve(
 def _solve_and_validate(
     problem: FormulatedProblem, digest: str, report: PhaseCallback, on_progress: ProgressCallback | None
 ) -> PlanDecision:
-    """Return the first plan that misses no bound, or the plan with the smallest miss if every plan misses a
-    bound."""
+    """Return the first plan that meets all bounds. If no plan does, return the plan with the smallest
+    violation."""
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:

@@ -147,8 +147,9 @@ def with_spare_nodes(
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """Return the problem with simulated capacities, and its solution (`with_simulated_capacities`).
 
-    If the rules require it, the solution survives the loss of any node. Raises the errors of
-    `with_simulated_capacities`, and PlanUnfinished if `MAX_ROUNDS` solutions do not survive.
+    If the rules require it, spare nodes are added until the solution survives the loss of any node. Raises
+    the errors of `with_simulated_capacities`, and PlanUnfinished if no solution survives the loss of a node
+    within `MAX_ROUNDS` rounds.
     """
     for _ in range(MAX_ROUNDS):
         problem, similar_solution = with_simulated_capacities(

@@ -188,7 +188,7 @@ class WindowPool:
     def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Fill the host pages of a window from the store.
 
-        Returns a bool per page, by pool: whether the host page has verified KV now.
+        Returns one bool per page, by pool: True if the host page now contains verified KV.
         """
         if not _is_window_transfer(transfers):
             return {}

@@ -94,7 +94,7 @@ class RecordHeader:
 
     @property
     def header_bytes(self) -> int:
-        """Size of the header with its tag in bytes."""
+        """Size of the header in bytes, including its tag."""
         return _FIXED_FIELDS.size + len(self.app.encode()) + TAG_BYTES
 
     @property

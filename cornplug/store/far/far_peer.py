@@ -100,7 +100,7 @@ class CallHealth:
 
 @dataclass(slots=True)
 class _OpenWrite:
-    """Write of a record in progress."""
+    """Record that is being written."""
 
     replaces_deleted: bool
     """Whether the write replaces a record that is to be deleted."""

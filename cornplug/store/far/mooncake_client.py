@@ -92,7 +92,7 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
     parts = urlsplit(url)
     try:
         if not parts.hostname or parts.path.strip("/"):
-            raise ValueError("it must contain one master and no path")
+            raise ValueError("it must be the address of one master, without a path")
         master = f"{parts.hostname}:{parts.port or _PORT}"
         options = parse_query(url, _Options)
     except ValueError as e:

@@ -123,9 +123,9 @@ class GroupOffers(LoadOffers):
         """Return the length in pages of the longest hit, at most `end`, for which the store also has each
         group's window or state. Returns 0 if there is no such hit.
 
-        The store is not queried twice for a page. Each query covers the tails of twice as many shorter hits
-        as the previous query, because states are stored where an engine's steps ended, which may be many
-        pages apart.
+        Lengths are tried from the longest to the shortest. Each query to the store checks the windows or
+        states of twice as many lengths as the previous query. States are stored only at the ends of an
+        engine's steps, so the next possible length may be many pages shorter. No page is queried twice.
         """
         end_s = time.monotonic() + self._runtime.config.store.deadline_s
         present_of = self._presence_query(tracked)

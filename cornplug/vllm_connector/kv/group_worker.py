@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,10 @@ from cornplug.vllm_connector.kv.metadata import (
     OngoingSave,
     PageLoad,
     PageSave,
-    SavedPage,
+    PageWrite,
+    SavedPages,
     TransferReports,
-    iter_saved_pages,
+    saved_pages,
     take_pages,
 )
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, CopyBackend, CpuBackend, Slab
@@ -150,15 +151,22 @@ class GroupWorker:
             other_group=self._other_worker._arena_transfers if self._other_worker is not None else None,
             slab_share=self._slab_share,
             sizes=self._sizes,
-            discard=lambda keys: self._mover.submit(self._discard_job(keys), urgent=False),
+            fallback=self,
         )
 
     # -- the engine's step ------------------------------------------------------------------
 
+    @property
+    def copies_directly(self) -> bool:
+        """Whether the GPU copies pages to and from the store's memory itself."""
+        return self._arena_transfers is not None
+
     def begin_step(self, *, computes: bool) -> None:
-        """Limit the CPU time for copies during the step that begins now, if `computes` is set and the engine
-        computes on the CPU."""
-        if not self._on_gpu:
+        """Limit the copies of all cache groups during the step that begins now. `computes` is whether the
+        step computes tokens."""
+        if self._arena_transfers is not None:
+            self._arena_transfers.mover.budget.begin_step(computes=computes)
+        elif not self._on_gpu:
             self._mover.begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
@@ -169,12 +177,16 @@ class GroupWorker:
             if not load.pages:
                 # The scheduler half failed after the engine accepted the offer.
                 self._reports.end_load(load, 0, "load_error", 0.0)
-            elif self._arena_transfers is not None and self._arena_transfers.can_load(load):
+            elif self._arena_transfers is not None:
                 self._arena_transfers.load(load, mark)
             else:
-                if self._on_gpu:
-                    self._reports.count_staged(len(load.pages))
-                self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
+                self.stage_load(load, mark)
+
+    def stage_load(self, load: PageLoad, mark: Any) -> None:
+        """Start to load pages through the mover's thread."""
+        if self._on_gpu:
+            self._reports.count_staged(len(load.pages))
+        self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Start to copy to the store the pages that this step's forward pass has computed."""
@@ -269,9 +281,17 @@ class GroupWorker:
             done = done if settled else 0
             self._reports.end_load(load, done, reason, time.monotonic() - began)
 
-    def _discard_job(self, keys: Sequence[bytes]) -> Job:
-        self._discard_pages(keys)
-        yield
+    def discard(self, keys: Sequence[bytes], then: Callable[[], None]) -> None:
+        """Delete pages from the store, and then call `then`. Returns immediately."""
+
+        def job() -> Job:
+            try:
+                self._discard_pages(keys)
+            finally:
+                then()
+            yield
+
+        self._mover.submit(job(), urgent=True)
 
     def _discard_pages(self, keys: Sequence[bytes]) -> None:
         self._pages.discard(keys, deadline_s=self._background_timeout_s)
@@ -293,19 +313,20 @@ class GroupWorker:
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
         copies = self._out_copies if self._rank_slice.writes else None
-        pages = iter_saved_pages(saves, self._page.rows, self._sizes)
-        pending = deque[tuple[list[SavedPage], Slab]]()
+        pages = deque(saved_pages(one, self._page.rows, self._sizes) for one in saves)
+        pending = deque[tuple[list[SavedPages], Slab]]()
         try:
             while copies is not None:
                 while len(pending) <= copies.slabs_ahead and (slab := take_pages(pages, copies.slab_pages)):
-                    pending.append(
-                        (slab, copies.begin_copy_out([page.table_position for page in slab], mark))
-                    )
+                    places = [(some.table, i) for some in slab for i in some.indices.tolist()]
+                    pending.append((slab, copies.begin_copy_out(places, mark)))
                 if not pending:
                     break
                 slab, moving = pending.popleft()
-                for page, source in zip(slab, moving.wait_host(), strict=True):
-                    self._write(page, source)
+                sources = iter(moving.wait_host())
+                for some in slab:
+                    sums = [self._write(some.ongoing, target, next(sources)) for target in some.targets]
+                    self._reports.end_pages(some, sums)
                 yield
         finally:
             try:
@@ -314,15 +335,15 @@ class GroupWorker:
             finally:
                 self._reports.end_saves(saves)
 
-    def _write(self, page: SavedPage, source: torch.Tensor) -> None:
-        """Write this rank's part of a page to the store, and acknowledge the page as written or failed."""
-        sums: dict[int, int] = {}
+    def _write(self, ongoing: OngoingSave, target: PageWrite, source: torch.Tensor) -> dict[int, int]:
+        """Write this rank's part of a page to the store. Return its checksums by segment number, or an empty
+        dict if it was not written."""
         try:
-            if not page.ongoing.is_cancelled:
-                sums = self._pages.write(source, page.target.location)
+            if not ongoing.is_cancelled:
+                return self._pages.write(source, target.location)
         except CornplugError as e:
-            compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
-        self._reports.end_page(page, sums)
+            compat.logger.debug("cornplug: saving %s failed: %s", ongoing.save.name, e)
+        return {}
 
     def _require_mapped(self, copies: BlockCopies | None) -> BlockCopies:
         if copies is None:

@@ -4,14 +4,16 @@ messages."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
@@ -48,6 +50,12 @@ class PageLoad:
     computed instead."""
     group: int = 0
     """Index of the cache group of these blocks. A request's load has one message per group."""
+
+    def part(self, start: int, stop: int, rows: int) -> PageLoad:
+        """Return the load of `pages[start:stop]` only. `rows` is the number of tokens in a page."""
+        first = self.first_page + start
+        tokens = max(self.start, first * rows), min(self.end, (self.first_page + stop) * rows)
+        return replace(self, start=tokens[0], end=tokens[1], first_page=first, pages=self.pages[start:stop])
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
         """Return the ids of the blocks that contain tokens [first_token, end)."""
@@ -143,30 +151,55 @@ class OngoingSave:
     is_cancelled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPage:
-    """One page that a worker writes to the store as part of a save."""
+@dataclass(slots=True)
+class SavedPages:
+    """Some pages of one save, which a worker writes to the store."""
 
     ongoing: OngoingSave
-    target: PageWrite
-    table_position: tuple[Table, int]
-    """(block table that `kernel_table` made from some of the request's blocks, index of the page in that
-    table)."""
+    targets: Sequence[PageWrite]
+    table: Table
+    """Block table that `kernel_table` made from some of the request's blocks."""
+    indices: NDArray[np.int64]
+    """Index of each page in `table`."""
+
+    def part(self, start: int, stop: int | None) -> SavedPages:
+        """Return pages [start, stop)."""
+        return SavedPages(self.ongoing, self.targets[start:stop], self.table, self.indices[start:stop])
+
+    def select(self, mask: Sequence[bool], value: bool) -> SavedPages:
+        """Return the pages for which `mask` has this value."""
+        targets = [target for target, one in zip(self.targets, mask, strict=True) if one is value]
+        return SavedPages(self.ongoing, targets, self.table, self.indices[np.asarray(mask) == value])
 
 
-def iter_saved_pages(saves: Iterable[OngoingSave], rows: int, sizes: BlockSizes) -> Iterator[SavedPage]:
-    """Yield each page of these saves. The block table of a page includes only blocks with pages of the same
-    save, because a request may have thousands of blocks."""
-    for ongoing in saves:
-        save = ongoing.save
-        # A page and a block begin together at each multiple of this number of rows.
-        unit = math.lcm(rows, sizes.engine)
-        first = min(page.index for page in save.pages) * rows // unit * unit
-        last = max(page.index for page in save.pages) * rows + rows
-        blocks = save.blocks[first // sizes.engine : -(-last // sizes.engine)]
-        table = kernel_table(blocks, sizes)
-        for page in save.pages:
-            yield SavedPage(ongoing, page, (table, page.index - first // rows))
+def saved_pages(ongoing: OngoingSave, rows: int, sizes: BlockSizes) -> SavedPages:
+    """Return the pages of a save. `rows` is the number of rows in a page. The block table includes only
+    blocks with pages of this save, because a request may have thousands of blocks."""
+    save = ongoing.save
+    indices = [page.index for page in save.pages]
+    # A page and a block begin together at each multiple of this number of rows.
+    unit = math.lcm(rows, sizes.engine)
+    first = min(indices) * rows // unit * unit
+    last = max(indices) * rows + rows
+    table = kernel_table(save.blocks[first // sizes.engine : -(-last // sizes.engine)], sizes)
+    return SavedPages(ongoing, save.pages, table, np.array(indices, np.int64) - first // rows)
+
+
+def take_pages(pages: deque[SavedPages], count: int) -> list[SavedPages]:
+    """Remove at most `count` pages from the front of `pages`, and return them. Pages of cancelled saves are
+    dropped."""
+    taken: list[SavedPages] = []
+    while pages and count:
+        first = pages.popleft()
+        if first.ongoing.is_cancelled:
+            continue
+        pages_left = len(first.targets) - count
+        if pages_left > 0:
+            pages.appendleft(first.part(count, None))
+            first = first.part(0, count)
+        count = max(0, -pages_left)
+        taken.append(first)
+    return taken
 
 
 class TransferReports:
@@ -180,6 +213,8 @@ class TransferReports:
         self._unsent_saves: dict[int, str] = {}
         """Names of the saves whose pages are in `_acks.written`, by reservation token."""
         self._finished_loads: set[str] = set()
+        self._open_parts: dict[str, int] = {}
+        """Number of parts in progress, by request id, for loads of several parts."""
         self._bad_blocks: set[int] = set()
         self._open_saves: dict[str, OngoingSave] = {}
         """Saves in progress, by name."""
@@ -197,6 +232,12 @@ class TransferReports:
             for ongoing in begun:
                 self._open_saves[ongoing.save.name] = ongoing
         return begun
+
+    def split_load(self, request_id: str, parts: int) -> None:
+        """Record that `parts` parts replace a load, or a part of it. The load ends when all its parts have
+        ended."""
+        with self._lock:
+            self._open_parts[request_id] = self._open_parts.get(request_id, 1) + parts - 1
 
     def count_staged(self, pages: int) -> None:
         """Count `pages` pages that are copied through staging memory."""
@@ -250,8 +291,8 @@ class TransferReports:
     # -- movers -----------------------------------------------------------------------------------
 
     def end_load(self, load: PageLoad, complete_pages: int, reason: str, seconds: float) -> None:
-        """Record the end of a load, whose first `complete_pages` pages are loaded. `reason` is why the load
-        failed, or "" if all pages are loaded."""
+        """Record the end of a load, or of a part of one, whose first `complete_pages` pages are loaded.
+        `reason` is why the load failed, or "" if all pages are loaded."""
         first_bad = min((load.first_page + complete_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
@@ -259,19 +300,27 @@ class TransferReports:
                 self._acks.failed_loads[load.request_id] = reason
             self._acks.loaded_bytes += complete_pages * self._pages.size_bytes
             self._acks.loading_s += seconds
-            self._finished_loads.add(load.request_id)
-
-    def end_page(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
-        """Record the result of writing a page to the store. `checksums` has the checksums of this rank's
-        segments, or is empty if the write failed."""
-        ongoing, token = page.ongoing, page.target.token
-        with self._lock:
-            if checksums and not ongoing.is_cancelled:
-                self._acks.written[token] = dict(checksums)
-                self._unsent_saves[token] = ongoing.save.name
+            parts = self._open_parts.pop(load.request_id, 1) - 1
+            if parts:
+                self._open_parts[load.request_id] = parts
             else:
-                self._fail_pages([token])
-            ongoing.pending_tokens.discard(token)
+                self._finished_loads.add(load.request_id)
+
+    def end_pages(self, pages: SavedPages, checksums: Sequence[dict[int, int]]) -> None:
+        """Record the results of writing pages to the store. `checksums` has the checksums of this rank's
+        segments of each page, by segment number, or an empty dict for a page whose write failed."""
+        ongoing = pages.ongoing
+        tokens = [target.token for target in pages.targets]
+        with self._lock:
+            written = {}
+            if not ongoing.is_cancelled:
+                written = {token: sums for token, sums in zip(tokens, checksums, strict=True) if sums}
+            failed = [token for token in tokens if token not in written]
+            self._acks.written |= written
+            self._unsent_saves |= dict.fromkeys(written, ongoing.save.name)
+            if failed:
+                self._fail_pages(failed)
+            ongoing.pending_tokens.difference_update(tokens)
             if not ongoing.pending_tokens:
                 self._remove_save(ongoing)
 
@@ -279,8 +328,9 @@ class TransferReports:
         """Record the end of these saves. Pages without a result are reported as failed."""
         with self._lock:
             for ongoing in saves:
-                self._fail_pages(ongoing.pending_tokens)
-                self._remove_save(ongoing)
+                if ongoing.pending_tokens:
+                    self._fail_pages(ongoing.pending_tokens)
+                    self._remove_save(ongoing)
 
     def _fail_pages(self, tokens: Collection[int]) -> None:
         if self._pages.rank_slice.writes:
@@ -289,8 +339,3 @@ class TransferReports:
     def _remove_save(self, ongoing: OngoingSave) -> None:
         """Remove a save whose blocks are no longer read."""
         self._open_saves.pop(ongoing.save.name, None)
-
-
-def take_pages(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
-    """Return at most `count` of the next pages. Pages of cancelled saves are skipped."""
-    return list(itertools.islice((page for page in pages if not page.ongoing.is_cancelled), count))

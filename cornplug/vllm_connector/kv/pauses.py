@@ -76,8 +76,8 @@ class ResetFilter:
         return self._is_pending or self._marker is not None
 
     def count_since_reset(self, leases: Leases) -> int:
-        """Return the number of leading leases whose pages are known to be stored after the last reset, or
-        all leases if there was no reset. Pages that were read back from disk do not count."""
+        """Return the number of leading leases whose pages are known to have been stored since the last reset.
+        Without a reset, this is the number of leases. Pages that were read back from disk do not count."""
         if self._marker is None:
             return len(leases)
         generations = leases.generations

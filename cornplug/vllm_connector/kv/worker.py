@@ -71,9 +71,11 @@ class KVWorker:
             worker.register({name: caches[name] for name in names}, layers)
 
     def begin_step(self, *, computes: bool) -> None:
-        """Limit the CPU time for copies during the step that begins now, if `computes` is set and the engine
-        computes on the CPU."""
-        self._workers[0].begin_step(computes=computes)
+        """Limit the copies during the step that begins now. `computes` is whether the step computes
+        tokens."""
+        # All groups share one budget. A group of recurrent states does not use the GPU's direct copies.
+        first = next((worker for worker in self._workers if worker.copies_directly), self._workers[0])
+        first.begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Start to load pages into the requests' blocks. vLLM runs a request after `take_finished` has

@@ -21,6 +21,7 @@ This module needs torch and Triton, but not vLLM.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -44,8 +45,8 @@ _SLAB_BYTES = 32 << 20
 """Size in bytes of the GPU buffer for each direction. This is small compared to the memory that vLLM does not
 use."""
 
-ByteRange = tuple[int, int, int]
-"""Byte range to copy: (offset in the slab, address in the store's memory, number of bytes)."""
+ByteRanges = NDArray[np.int64]
+"""Byte ranges to copy, as rows of (offset in the slab, address in the store's memory, number of bytes)."""
 CopyBatch = Callable[..., None]
 """Signature of vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes,
 is_src_access_order_any=...)."""
@@ -99,9 +100,9 @@ class ArenaSlab:
             end, self.end = self.end, None
             self._backend.wait(end)
 
-    def checksums(self) -> list[int]:
-        """Return the checksums of all segments, page by page, computed from the data on the GPU. Call this
-        after the slab's copies have completed."""
+    def checksums(self) -> NDArray[np.uint64]:
+        """Return the checksums of all segments, shape (segments,), page by page. The GPU has computed them
+        from its data. Call this after the slab's copies have completed."""
         return fold_checksums(self._words[: self.segments], self.segment_bytes)
 
 
@@ -129,16 +130,17 @@ class ArenaCopies:
 
     def begin_copy_out(
         self,
-        pages: Sequence[tuple[Table, int]],
-        byte_ranges: Sequence[ByteRange],
+        pages: Sequence[tuple[Table, int | NDArray[np.int64]]],
+        byte_ranges: ByteRanges,
         segment_bytes: int,
         mark: Any,
     ) -> ArenaSlab:
-        """Start to copy pages from vLLM's blocks to the store. Each page is given as (block table of its
-        request, index of the page in the request)."""
+        """Start to copy pages from vLLM's blocks to the store. The pages of each request are given as (block
+        table of the request, index of the page or indices of some pages in the request)."""
         with self._copy_context(mark) as slab:
-            there = self._device_buffer()[: len(pages)]
-            index = slab.index.send(*self._blocks.locate_pages(pages), self._blocks.device)
+            blocks, slots = self._blocks.locate_pages(pages)
+            there = self._device_buffer()[: len(blocks) // self._blocks.shape[3]]
+            index = slab.index.send(blocks, slots, self._blocks.device)
             self._blocks.gather(there, *index)
             self._begin_checksums(slab, there, segment_bytes)
             self._copy_batch(*_to_columns(byte_ranges, _address(there)))
@@ -148,7 +150,7 @@ class ArenaCopies:
         self,
         table: Table,
         pages: range,
-        byte_ranges: Sequence[ByteRange],
+        byte_ranges: ByteRanges,
         segment_bytes: int,
         tokens: tuple[int, int],
         mark: Any,
@@ -195,7 +197,7 @@ class ArenaCopies:
             self._begin_checksums(slab, there, segment_bytes)
             self._copy_batch(places, out, sizes)
         self.release_slab(slab)
-        found = slab.checksums()
+        found = slab.checksums().tolist()
         with self._copy_context(self.backend.mark()) as slab:
             there.zero_()
             self._copy_batch(out, places, sizes, is_src_access_order_any=True)
@@ -204,6 +206,30 @@ class ArenaCopies:
         whole = torch.equal(noise, back) and torch.equal(noise, again)
         rows = noise.numpy().reshape(-1, segment_bytes)
         return whole and found == [xxhash.xxh3_64_intdigest(row) for row in rows]
+
+    def warm_up(self, segment_bytes: int) -> float:
+        """Copy a slab of the maximum size from vLLM's blocks to host memory and back. Return the
+        bandwidth in bytes per second.
+
+        Call this at start, because it also allocates all memory that later copies need. The values in the
+        blocks stay the same.
+        """
+        size = self.slab_pages * self.page_bytes
+        host = self.backend.allocate_host((size,), torch.int8)
+        tokens = self.slab_pages * self._blocks.shape[3]
+        # Copying a block to itself several times is harmless.
+        table = self._blocks.cyclic_table(tokens)
+        ranges = np.array([[0, _address(host), size]], np.int64)
+        pages, began_s = range(self.slab_pages), 0.0
+        for _ in range(2):  # The first copies also allocate memory.
+            began_s = time.perf_counter()
+            mark = self.backend.mark()
+            out = self.begin_copy_out([(table, np.arange(self.slab_pages))], ranges, segment_bytes, mark)
+            self.release_slab(out)
+            self.release_slab(
+                self.begin_copy_in(table, pages, ranges, segment_bytes, (0, tokens), self.backend.mark())
+            )
+        return 2 * size / (time.perf_counter() - began_s)
 
     def _device_buffer(self) -> torch.Tensor:
         """Return the device's buffer for slabs. The buffer is allocated on first use. Call this within
@@ -308,15 +334,16 @@ class DeviceChecksums:
         return state
 
 
-def fold_checksums(state: torch.Tensor, segment_bytes: int) -> list[int]:
-    """Return one checksum per segment. `state` has shape (segments, STATE_WORDS) and contains the words from
-    `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes` bytes."""
+def fold_checksums(state: torch.Tensor, segment_bytes: int) -> NDArray[np.uint64]:
+    """Return one checksum per segment, shape (segments,). `state` has shape (segments, STATE_WORDS) and
+    contains the words from `DeviceChecksums.begin`, copied to the host. Each segment has `segment_bytes`
+    bytes."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
     digest = start + _multiply_fold(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
     digest ^= digest >> np.uint64(37)
     digest *= np.uint64(0x165667919E3779F9)
-    found: list[int] = (digest ^ (digest >> np.uint64(32))).tolist()
+    found: NDArray[np.uint64] = digest ^ (digest >> np.uint64(32))
     return found
 
 
@@ -351,10 +378,10 @@ def _key_table() -> NDArray[np.int64]:
 _MERGE_KEYS: Final = np.array(_secret_words([11 + 8 * i for i in range(STATE_WORDS)]), np.uint64)
 
 
-def _to_columns(byte_ranges: Sequence[ByteRange], slab: int) -> list[torch.Tensor]:
+def _to_columns(byte_ranges: ByteRanges, slab: int) -> list[torch.Tensor]:
     """Convert byte ranges to three tensors: addresses in the slab at address `slab`, addresses in the store's
     memory, and sizes."""
-    columns = np.array(byte_ranges, np.int64).reshape(-1, 3).T.copy()
+    columns = byte_ranges.T.copy()
     columns[0] += slab
     return [torch.from_numpy(column) for column in columns]
 

@@ -6,7 +6,6 @@ This module needs torch, but not vLLM.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +70,7 @@ class CacheBlocks:
         strides."""
         self.views = _build_views(caches, layouts)
         self._slots = layouts[0].block_size
+        self._block_count = len(caches[0])
 
     def gather(self, target: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the tokens at these blocks and slots, both of shape (n,), to the pages in `target`, of shape
@@ -113,16 +113,19 @@ class CacheBlocks:
             for block, slots, tokens in places.runs:
                 yield one, block, slots, values[:, :, :, tokens]
 
-    def locate_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
-        """Return the block and slot numbers of all tokens of these pages, given as (block table, index of the
-        page). Adjacent pages of a request are looked up at once."""
+    def locate_pages(self, pages: Sequence[tuple[Table, int | NDArray[np.int64]]]) -> tuple[Table, Table]:
+        """Return the block and slot numbers of all tokens of these pages, both of shape (n,). They are given
+        as (block table, index of the page or indices of some pages)."""
         size, found = self.shape[3], []
-        for _, group in itertools.groupby(pages, lambda page: id(page[0])):
-            of_request = list(group)
-            starts = np.asarray([page for _, page in of_request], np.int64)[:, None] * size
-            found.append(self.locate_tokens(of_request[0][0], (starts + np.arange(size)).ravel()))
+        for table, indices in pages:
+            starts = np.atleast_1d(indices)[:, None] * size
+            found.append(self.locate_tokens(table, (starts + np.arange(size)).ravel()))
         blocks, slots = zip(*found, strict=True)
         return np.concatenate(blocks), np.concatenate(slots)
+
+    def cyclic_table(self, tokens: int) -> Table:
+        """Return a block table for this many tokens that repeats all blocks."""
+        return np.arange(-(-tokens // self._slots)) % self._block_count
 
     def locate_tokens(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
         """Return the block and slot numbers of these tokens of a request, both of shape (n,). `table` is the

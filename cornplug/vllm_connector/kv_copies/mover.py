@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Final, Protocol
+from functools import partial
+from typing import Final, Literal, Protocol
 
 from cornplug.vllm_connector import compat
 
@@ -32,6 +33,16 @@ _MIN_PAUSE_S: Final = 0.05
 """Minimum seconds between two steps after which the engine counts as newly busy."""
 _MAX_FAILURES: Final = 8
 """Number of consecutive failed jobs after which no more jobs are started."""
+MIN_STEP_BYTES: Final = 64 << 20
+"""Minimum bytes that a GPU may start to copy in each step, over both directions."""
+IDLE_STEP_BYTES: Final = 512 << 20
+"""Bytes that a GPU may start to copy in a step without tokens, and in the first step after a pause. To start
+a slab of 32 MiB takes the engine's thread about 0.2 ms."""
+THREAD_BYTES_PER_S: Final = 10e9
+"""Bytes per second of a long step that may be started beyond `IDLE_STEP_BYTES`, about 6 % of the engine
+thread's time."""
+_MAX_STEP_S: Final = 0.25
+"""Interval between two steps above which the engine was idle in between."""
 
 
 class StepBudget:
@@ -173,6 +184,9 @@ class KVMover:
                 self._changed.notify_all()
 
 
+Direction = Literal["load", "save"]
+
+
 class Transfer(Protocol):
     """Asynchronous copies for whose completion a `PolledJob` waits."""
 
@@ -183,86 +197,129 @@ class Transfer(Protocol):
         """Wait until the copies have completed."""
 
 
-PolledJob = Generator[Transfer, None, None]
-"""Copy job: a generator that starts copies, and yields the copies that must complete before it continues.
-Its `finally` block always reports the end of the job."""
+class ByteBudget:
+    """Number of bytes that a GPU may start to copy in each step, and may have in flight, over all cache
+    groups and both directions. Used by the engine's thread.
+
+    The limit is what the bus copies in one step, so that copies neither wait for the next step nor delay
+    those of a request that arrives during it. It also bounds the time that the engine's thread spends on
+    starting copies.
+    """
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Create a budget for a bus with this bandwidth."""
+        self._bytes_per_s, self._clock = bytes_per_s, clock
+        self._limit = IDLE_STEP_BYTES
+        self._started: dict[Direction, int] = {"load": 0, "save": 0}
+        """Bytes whose copies started in the current step."""
+        self._in_flight: dict[Direction, int] = {"load": 0, "save": 0}
+        self._began_s: float | None = None
+        """Time when the current step began, or None if it computes no tokens."""
+
+    def begin_step(self, *, computes: bool) -> None:
+        """Set the budget of the step that begins now. `computes` is whether the step computes tokens."""
+        now, previous_s = self._clock(), self._began_s
+        self._began_s = now if computes else None
+        self._started = {"load": 0, "save": 0}
+        step_s = now - previous_s if computes and previous_s is not None else math.inf
+        if step_s > _MAX_STEP_S:
+            self._limit = IDLE_STEP_BYTES
+        else:
+            most = max(IDLE_STEP_BYTES, THREAD_BYTES_PER_S * step_s)
+            self._limit = int(min(most, max(MIN_STEP_BYTES, self._bytes_per_s * step_s)))
+
+    def has_room(self, direction: Direction) -> bool:
+        """Return whether another slab may start in this direction. In each step, one slab of each direction
+        may start if none is in flight, so that neither direction blocks the other."""
+        if self._started[direction] == 0 and self._in_flight[direction] == 0:
+            return True
+        return max(sum(self._started.values()), sum(self._in_flight.values())) < self._limit
+
+    def start(self, size: int, direction: Direction) -> None:
+        """Record that copies of `size` bytes have started."""
+        self._started[direction] += size
+        self._in_flight[direction] += size
+
+    def end(self, size: int, direction: Direction) -> None:
+        """Record that copies of `size` bytes have completed."""
+        self._in_flight[direction] -= size
+
+
+PolledJob = Generator[Transfer | None, None, None]
+"""Copy job: a generator that starts copies, and yields the copies that must complete before it continues, or
+None if it has none in flight and waits for the byte budget. Its `finally` block always reports the end of the
+job."""
 
 
 class PolledMover:
     """Runs copy jobs on the engine's own thread. The thread resumes the jobs between its steps, and does not
-    wait for copies."""
+    wait for copies. Jobs of one direction run in the order in which they were submitted, loads before
+    saves."""
 
-    def __init__(self) -> None:
-        self._jobs: list[tuple[PolledJob, Transfer]] = []
+    def __init__(self, budget: ByteBudget) -> None:
+        self.budget = budget
+        self._jobs: dict[Direction, list[tuple[PolledJob, Transfer | None]]] = {"load": [], "save": []}
+        """Jobs in progress, with the copies that each waits for."""
         self._failures = 0
         """Number of consecutive failed jobs."""
 
     @property
     def is_healthy(self) -> bool:
-        """Whether new jobs are likely to succeed. False after `_MAX_FAILURES` consecutive failures."""
+        """Whether new jobs are likely to succeed. False after `_MAX_FAILURES` consecutive failures, and after
+        `stop`."""
         return self._failures < _MAX_FAILURES
 
-    def submit(self, job: PolledJob) -> None:
-        """Start a job, and run it until it yields its first copies."""
-        self._resume(job)
+    def submit(self, job: PolledJob, direction: Direction) -> None:
+        """Start a job, and run it until it waits for copies in flight or for the byte budget."""
+        self._run(job, direction, lambda: next(job))
 
-    def poll(self) -> None:
-        """Resume the jobs whose copies have completed."""
-        jobs, self._jobs = self._jobs, []
-        for job, crossing in jobs:
-            try:
-                done = crossing.is_done()
-            except Exception as e:  # noqa: BLE001 - any error
-                self._end_failed_job(job, e)
-                continue
-            if done:
-                self._resume(job)
-            else:
-                self._jobs.append((job, crossing))
+    def poll(self, *, wait: bool = False) -> None:
+        """Resume the jobs whose copies have completed, as far as the byte budget permits. If `wait` is set,
+        wait for copies in flight."""
+        for direction, jobs in self._jobs.items():
+            self._jobs[direction] = []
+            for job, transfer in jobs:
+                self._run(job, direction, partial(_advance, job, transfer, wait=wait))
 
     def is_idle(self) -> bool:
         """Return whether no job is in progress."""
-        return not self._jobs
+        return not any(self._jobs.values())
 
     def wait(self) -> None:
         """Wait until all jobs have finished."""
-        while self._jobs:
-            job, crossing = self._jobs.pop(0)
-            try:
-                crossing.wait()
-            except Exception as e:  # noqa: BLE001 - any error
-                self._end_failed_job(job, e)
-                continue
-            self._resume(job)
+        while not self.is_idle():
+            self.budget.begin_step(computes=False)
+            self.poll(wait=True)
+
+    def stop(self, error: Exception) -> None:
+        """Start no more jobs from now on, because the device has no memory for them."""
+        self._failures = _MAX_FAILURES - 1
+        self._record_failure(error)
 
     def close(self) -> None:
         """Wait for copies in flight, and end all jobs without starting further copies."""
-        jobs, self._jobs = self._jobs, []
-        for job, crossing in jobs:
+        jobs = [one for queue in self._jobs.values() for one in queue]
+        self._jobs = {"load": [], "save": []}
+        for job, transfer in jobs:
             try:
-                crossing.wait()
+                if transfer is not None:
+                    transfer.wait()
                 job.close()
             except Exception as e:  # noqa: BLE001 - any error
                 self._record_failure(e)
 
-    def _resume(self, job: PolledJob) -> None:
+    def _run(self, job: PolledJob, direction: Direction, resume: Callable[[], Transfer | None]) -> None:
+        """Resume a job with `resume`, which returns what the job then waits for."""
         try:
-            crossing = next(job, None)
-        except Exception as e:  # noqa: BLE001 - any error; the job has already reported its end
-            self._record_failure(e)
-            return
-        if crossing is not None:
-            self._jobs.append((job, crossing))
-        else:
-            self._failures = 0
-
-    def _end_failed_job(self, job: PolledJob, error: Exception) -> None:
-        """End a job whose copies failed, and let it report the failure."""
-        self._record_failure(error)
-        try:
-            job.close()
+            self._jobs[direction].append((job, resume()))
+        except StopIteration:
+            self._failures = 0 if self.is_healthy else self._failures
         except Exception as e:  # noqa: BLE001 - any error
             self._record_failure(e)
+            try:
+                job.close()
+            except Exception as error:  # noqa: BLE001 - any error
+                self._record_failure(error)
 
     def _record_failure(self, error: Exception) -> None:
         """Handle a failed job. The engine and other jobs continue, and repeated failures are logged once."""
@@ -275,3 +332,17 @@ class PolledMover:
             compat.logger.warning(
                 "cornplug: KV pages are copied through staging memory from now on: %s", error
             )
+
+
+def _advance(job: PolledJob, transfer: Transfer | None, *, wait: bool) -> Transfer | None:
+    """Resume a job until it waits for copies in flight, which are returned, or for the byte budget. If `wait`
+    is set, copies in flight are waited for. Raises StopIteration at the job's end."""
+    while True:
+        if transfer is not None:
+            if wait:
+                transfer.wait()
+            elif not transfer.is_done():
+                return transfer
+        transfer = next(job)
+        if transfer is None:
+            return None

@@ -17,15 +17,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cornplug.errors import StoreUnavailable
 from cornplug.vllm_connector import compat
 
 MIN_BYTES: Final = 64 << 20
 """Minimum number of bytes to register at a time. A new store grows by only one KV page at a time."""
-MAX_BYTES: Final = 1 << 30
-"""Maximum number of bytes to register at a time, so that the first pages can be used before the entire memory
-is registered."""
+MAX_BYTES: Final = 128 << 20
+"""Maximum number of bytes to register at a time. Registration holds locks of the driver and of the process's
+memory, for which the engine's kernel launches wait."""
 
 
 class _Region:
@@ -102,21 +103,55 @@ class RegisteredMemory:
             self._thread.submit(self._extend, region).add_done_callback(_log_failure)
         return False
 
+    def registered_end(self, arena_id: bytes) -> int:
+        """Return the end offset of the bytes of this arena that the device can directly access."""
+        region = self._region
+        return region.ends[-1] if region is not None and region.arena_id == arena_id else 0
+
+    def split_ranges(self, arena_id: bytes, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Split byte ranges at the boundaries of registered ranges, as `byte_ranges` does.
+
+        `ranges` has rows of (place, offset in the arena, size in bytes), where `place` increases by a byte
+        per byte. Returns rows of (place, address, size in bytes). Raises StoreUnavailable if the device
+        cannot (or can no longer) access all bytes directly.
+        """
+        starts = ranges[:, 1]
+        stops = starts + ranges[:, 2]
+        region = self._find_region(arena_id, stops.max().item())
+        rows = ranges.copy()
+        rows[:, 1] += region.address
+        if len(region.ends) == 2:  # All memory is one registered range.
+            return rows
+        ends = np.array(region.ends)
+        crossing = ends.searchsorted(starts, "right") != ends.searchsorted(stops - 1, "right")
+        if not crossing.any():
+            return rows
+        found = [rows[~crossing]]
+        for place, offset, size in ranges[crossing].tolist():
+            parts = np.array(self.byte_ranges(arena_id, offset, size), np.int64)
+            begins = place + parts[:, 0] - parts[0, 0]
+            found.append(np.column_stack((begins, parts)))
+        return np.concatenate(found)
+
     def byte_ranges(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
         """Split the `size` bytes at `offset` into (address, number of bytes) at the boundaries of registered
         ranges, which a single copy must not cross.
 
         Raises StoreUnavailable if the device cannot (or can no longer) access these bytes directly.
         """
-        region = self._region
-        if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
-            raise StoreUnavailable("the location is in another arena", reason="stale_location")
+        region = self._find_region(arena_id, offset + size)
         found, at, ends = [], offset, region.ends
         while at < offset + size:
             stop = min(offset + size, ends[bisect_right(ends, at)])
             found.append((region.address + at, stop - at))
             at = stop
         return found
+
+    def _find_region(self, arena_id: bytes, end: int) -> _Region:
+        region = self._region
+        if region is None or region.arena_id != arena_id or end > region.ends[-1]:
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
+        return region
 
     def add_user(self, is_idle: Callable[[], bool]) -> None:
         """Add a user of the registered memory. `is_idle` returns whether the user has no copy in flight."""

@@ -246,8 +246,8 @@ class ECWorker:
         self._enqueue_save(identifier, embedding, metadata)
 
     def save_again(self, cache: dict[str, torch.Tensor], metadata: CornplugECMetadata) -> None:
-        """Save again the embeddings in the engine's encoder cache that the scheduler half did not find in the
-        store."""
+        """Save again those embeddings in the engine's encoder cache that the scheduler half did not find in
+        the store."""
         for identifier in metadata.save_again:
             if (embedding := cache.get(identifier)) is not None:
                 self._enqueue_save(identifier, embedding, metadata)

@@ -100,8 +100,8 @@ def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("mooncake://", "it must contain one master"),
-        ("mooncake://master/path", "it must contain one master"),
+        ("mooncake://", "it must be the address of one master"),
+        ("mooncake://master/path", "it must be the address of one master"),
         ("mooncake://master:port", "[Pp]ort"),
         ("mooncake://master?segment=many", "'segment'"),
         ("mooncake://master?segments=1GiB", "'segments'"),

@@ -5,22 +5,28 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 from keyed_store import KeyedStore
 
 pytest.importorskip("triton")
 
-from cornplug.store.base import PayloadLocation, encode_location
+from cornplug.engine_common.rank_pages import RankPages, page_header
+from cornplug.kv_page import PageGeometry, RankSlice
+from cornplug.store.base import Leases, PayloadLocation, encode_location
 from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
-from cornplug.vllm_connector.kv.arena_moves import open_arena
+from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers, SharedDevice, open_arena
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite, TransferReports
 from cornplug.vllm_connector.kv_copies.block_copies import CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
+from cornplug.vllm_connector.kv_copies.mover import ByteBudget, PolledMover
 
 from ..conftest import open_in
 from ..late_arena import HostRanges, LateArena, NumpyChecksums
@@ -28,6 +34,8 @@ from ..rig import Engine
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 PAGE_BYTES = 4 * 4 * 2 * 32 * 8 * 4
+
+NO_FALLBACK: Any = None
 
 Make = Callable[..., Engine]
 
@@ -205,15 +213,15 @@ def test_arena_copy_error_ends_load_and_save(engine: Make, store: MemoryStore) -
 
 
 def test_arena_pages_beyond_registered_memory_pass_staging(engine: Make, store: MemoryStore) -> None:
-    """A save may have pages of both kinds; a load is of one."""
+    """Only those: the device copies the other pages of a save and of a load."""
     first, second = (engine(accelerator="arena", ranges=FewRanges) for _ in range(2))
     first.run("a", PROMPT)
-    assert 0 < sum(map(sum, batches(first))) < 4 * PAGE_BYTES
     assert first.counts["saves", "kv_page", "stored"] == 4
     assert second.run("b", PROMPT).external_tokens == 128
-    assert not batches(second)
-    assert 0 < first.counts[("staged_pages",)] < 4
-    assert second.counts[("staged_pages",)] == 4
+    for one in (first, second):
+        assert 0 < sum(map(sum, batches(one))) < 4 * PAGE_BYTES
+        assert 0 < one.counts[("staged_pages",)] < 4
+    assert second.counts["bytes", "kv_page", "load"] == 4 * PAGE_BYTES
     assert open_in(store) == (0, 0)
 
 
@@ -259,6 +267,177 @@ def test_arena_close_waits_for_copies_under_way(engine: Make, store: MemoryStore
     assert arena.ranges.gone
 
 
+# -- how much in a step -----------------------------------------------------------------------
+
+LLAMA_8B: Final = PageGeometry(page_tokens=64, heads=8, layers=32, dim=128, dtype="bfloat16")
+"""Pages of 8 MiB."""
+
+
+class InstantCopies:
+    """Copies of a GPU that take no time."""
+
+    page_bytes, slab_pages = LLAMA_8B.page_bytes, 4
+
+    def __init__(self) -> None:
+        self.in_step = 0
+        """Slabs that this step has begun."""
+
+    def begin_copy_out(self, pages: Any, ranges: Any, segment_bytes: int, mark: Any) -> Any:
+        return self._slab(sum(len(indices) for _, indices in pages))
+
+    def begin_copy_in(self, table: Any, pages: range, *_: Any) -> Any:
+        return self._slab(len(pages))
+
+    def _slab(self, pages: int) -> Any:
+        self.in_step += 1
+        sums = np.ones(pages * LLAMA_8B.segments, np.uint64)
+        return SimpleNamespace(is_done=lambda: True, wait=lambda: None, checksums=lambda: sums)
+
+    def release_slab(self, slab: Any) -> None:
+        """The next one needs no memory."""
+
+
+class InstantGpu:
+    """The direct copies of one rank of an 8B model, whose prompts have `pages` pages."""
+
+    def __init__(self, pages: int) -> None:
+        store: Any = SimpleNamespace(
+            are_writable=lambda locations: [True] * len(locations),
+            arena_memory=lambda _: memoryview(bytearray(64)),
+        )
+        held = RankSlice(heads=range(8), layers=range(32), writes=True)
+        rank = RankPages(LLAMA_8B, held, store)
+        self.reports, self.copies, self.now_s = TransferReports(rank, 16), InstantCopies(), 0.0
+        memory: Any = SimpleNamespace(
+            can_access=lambda *_: True, split_ranges=lambda arena_id, ranges: ranges,
+            add_user=lambda _: None, remove_user=lambda _: None, unregister_previous=lambda: None,
+        )  # fmt: skip
+        mover = PolledMover(ByteBudget(50e9, lambda: self.now_s))
+        both: Any = self.copies, self.copies
+        self.moves = ArenaTransfers(
+            rank, self.reports, SharedDevice(memory, mover), both,
+            sizes=BlockSizes(16, 16), fallback=NO_FALLBACK,
+        )  # fmt: skip
+        self.places = [PayloadLocation(bytes(16), i * 8 << 20, 8 << 20, 1) for i in range(pages)]
+        header = page_header(bytes(32), LLAMA_8B, dict.fromkeys(range(LLAMA_8B.segments), 1))
+        located = b"".join(map(encode_location, self.places))
+        self.leases = Leases(bytes(16), [bytes(32)] * pages, [header] * pages, located, range(pages))
+        self.blocks = array("q", range(4 * pages))
+
+    def begin_step(self) -> None:
+        """The steps of a busy engine take 10 ms."""
+        self.now_s += 0.01
+        self.copies.in_step = 0
+        self.moves.mover.budget.begin_step(computes=True)
+
+    def load(self, name: str) -> None:
+        self.moves.load(PageLoad(name, 0, len(self.places) * 64, 0, self.leases, self.blocks), None)
+
+    def save(self, name: str) -> None:
+        writes = tuple(PageWrite(i, i, place) for i, place in enumerate(self.places))
+        self.moves.save(self.reports.begin_saves([PageSave(name, writes, tuple(self.blocks))]), None)
+
+
+@pytest.mark.parametrize("how", ["load", "save"])
+def test_arena_moves_1280_mib_in_three_steps(how: str) -> None:
+    gpu = InstantGpu(160)
+    gpu.begin_step()
+    getattr(gpu, how)("a")
+    gpu.moves.poll()
+    for _ in range(2):
+        assert gpu.copies.in_step <= 16, "more than the bus copies in a step"
+        gpu.begin_step()
+        gpu.moves.poll()
+    assert gpu.moves.mover.is_idle()
+    acks = gpu.reports.take_acks()
+    assert acks is not None
+    assert not acks.failed_loads
+    assert not acks.failed_writes
+    assert len(acks.written) == (160 if how == "save" else 0)
+
+
+def test_arena_loads_of_fifty_hits_take_the_engine_5_ms_at_most() -> None:
+    """The bytes of a step are bounded however many requests load; the first ones end first."""
+    gpu, seconds = InstantGpu(32), []
+    for _ in range(5):
+        gpu.begin_step()
+        began_s = time.thread_time()
+        for i in range(50):
+            gpu.load(str(i))
+        gpu.moves.poll()
+        seconds.append(time.thread_time() - began_s)
+        assert gpu.copies.in_step <= 16
+        ended = gpu.reports.take_finished()
+        assert ended == {"0", "1"}
+        gpu.moves.drain()
+        assert len(gpu.reports.take_finished()) == 48
+    assert min(seconds) < 0.005
+
+
+def test_arena_saves_go_on_beside_loads_of_many_steps() -> None:
+    gpu = InstantGpu(32)
+    for i in range(50):
+        gpu.load(str(i))
+    gpu.save("a")
+    for _ in range(9):
+        gpu.begin_step()
+        gpu.moves.poll()
+    assert not gpu.moves.mover.is_idle()
+    acks = gpu.reports.take_acks()
+    assert acks is not None
+    assert len(acks.written) == 32
+
+
+@pytest.mark.parametrize(
+    ("step_s", "mib"),
+    [(0.001, 64), (0.005, 238), (0.01, 476), (0.05, 512), (0.1, 953), (1.0, 512), (None, 512)],
+)
+def test_byte_budget_is_what_the_bus_copies_in_the_last_step(step_s: float | None, mib: int) -> None:
+    """None: the step computes nothing. A second between two steps is a pause."""
+    now_s = 0.0
+    budget = ByteBudget(50e9, lambda: now_s)
+    budget.begin_step(computes=True)
+    now_s = step_s or 0.0
+    budget.begin_step(computes=step_s is not None)
+    begun = 0
+    while budget.has_room("load"):
+        budget.start(1 << 20, "load")
+        begun += 1
+    assert begun == pytest.approx(mib, abs=1)
+    budget.start(1 << 20, "save")
+    assert not budget.has_room("save")
+
+
+def test_arena_copies_in_flight_are_what_the_bus_copies_in_a_step() -> None:
+    gpu = InstantGpu(160)
+    slab = SimpleNamespace(is_done=lambda: False, wait=lambda: None, checksums=lambda: np.ones(0))
+    gpu.copies._slab = lambda pages: slab  # type: ignore[method-assign]
+    begun: list[int] = []
+    budget = gpu.moves.mover.budget
+    budget.start = lambda size, way, start=budget.start: (begun.append(size), start(size, way))  # type: ignore[method-assign]
+    for _ in range(5):
+        gpu.begin_step()
+        gpu.load("a")
+        gpu.moves.poll()
+    assert sum(begun) <= 512 << 20
+
+
+def test_arena_without_memory_is_left_and_its_load_staged(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine().run("a", PROMPT)
+    second = engine(accelerator="arena")
+    (arena,) = arenas(second)
+    arena.into_batch.error = torch.OutOfMemoryError("CUDA out of memory")
+    request = second.run("b", PROMPT)
+    assert not request.failed
+    assert request.external_tokens == 128
+    assert second.counts[("staged_pages",)] == 4
+    second.run("c", PROMPT[1:])
+    assert second.counts["saves", "kv_page", "stored"] == 4, "later pages are staged at once"
+    assert open_in(store) == (0, 0)
+
+
 # -- at start ---------------------------------------------------------------------------------
 
 
@@ -279,8 +458,8 @@ def opened(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     def open_(**how: Any) -> Any:
         made.append(
             open_arena(
-                pages, reports, blocks, other_group=how.pop("beside", None), slab_share=1.0,
-                sizes=BlockSizes(16, 16), discard=lambda keys: None,
+                pages, reports, blocks, other_group=how.pop("beside", None), slab_share=1 / 64,
+                sizes=BlockSizes(16, 16), fallback=NO_FALLBACK,
             )
         )  # fmt: skip
         return made[-1]
@@ -318,7 +497,7 @@ def test_open_arena_of_odd_layers_is_refused(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING):
         found = open_arena(
             pages, SimpleNamespace(), blocks, other_group=None, slab_share=1.0, sizes=BlockSizes(16, 16),  # type: ignore[arg-type]
-            discard=lambda keys: None,
+            fallback=NO_FALLBACK,
         )  # fmt: skip
     assert found is None
     assert "1536 bytes" in caplog.text

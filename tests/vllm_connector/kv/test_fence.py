@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv_copies.mover import PolledMover
+from cornplug.vllm_connector.kv_copies.mover import ByteBudget, PolledMover
 
 from ..conftest import open_in
 from ..rig import Engine
@@ -109,7 +109,7 @@ class Copy:
 
 @pytest.mark.parametrize("how", ["poll", "wait"])
 def test_failed_copy_leaves_the_copies_beside_it(how: str) -> None:
-    mover, ended = PolledMover(), list[str]()
+    mover, ended = PolledMover(ByteBudget(1e9)), list[str]()
 
     def job(name: str, copy: Copy, error: Exception | None = None) -> Any:
         try:
@@ -120,10 +120,10 @@ def test_failed_copy_leaves_the_copies_beside_it(how: str) -> None:
         finally:
             ended.append(f"{name} over")
 
-    mover.submit(job("a", Copy()))
-    mover.submit(job("b", Copy(fails=True)))
-    mover.submit(job("c", Copy(), ValueError("a kernel")))
-    mover.submit(job("d", Copy()))
+    mover.submit(job("a", Copy()), "load")
+    mover.submit(job("b", Copy(fails=True)), "load")
+    mover.submit(job("c", Copy(), ValueError("a kernel")), "load")
+    mover.submit(job("d", Copy()), "load")
     getattr(mover, how)()
     assert ended == ["a whole", "a over", "b over", "c over", "d whole", "d over"]
     assert mover.is_idle()
@@ -131,7 +131,7 @@ def test_failed_copy_leaves_the_copies_beside_it(how: str) -> None:
 
 
 def test_copies_that_go_on_failing_are_no_longer_begun() -> None:
-    mover = PolledMover()
+    mover = PolledMover(ByteBudget(1e9))
 
     def job() -> Any:
         raise MemoryError
@@ -139,5 +139,5 @@ def test_copies_that_go_on_failing_are_no_longer_begun() -> None:
 
     for _ in range(8):
         assert mover.is_healthy
-        mover.submit(job())
+        mover.submit(job(), "load")
     assert not mover.is_healthy

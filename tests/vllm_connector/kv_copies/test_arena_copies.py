@@ -60,14 +60,14 @@ class Store:
     def address(self) -> int:
         return self.memory.data_ptr()
 
-    def runs(self, pages: list[int]) -> list[tuple[int, int, int]]:
+    def runs(self, pages: list[int]) -> Any:
         found = []
         for i, page in enumerate(pages):
             start, end = page * PAGE_BYTES, (page + 1) * PAGE_BYTES
             bounds = [start, *([self._cut] if start < self._cut < end else []), end]
             for low, high in itertools.pairwise(bounds):
                 found.append((i * PAGE_BYTES + low - start, self.address + low, high - low))
-        return found
+        return np.array(found, np.int64)
 
     def page(self, page: int) -> torch.Tensor:
         return self.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES].view(torch.float32).reshape(SHAPE)
@@ -97,7 +97,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     assert torch.equal(store.page(2), page_of(values, 0))
     assert torch.equal(store.page(1), page_of(values, 2))
     assert (store.memory[:PAGE_BYTES] == 7).all()
-    assert slab.checksums() == digests(page_of(values, 0)) + digests(page_of(values, 2))
+    assert slab.checksums().tolist() == digests(page_of(values, 0)) + digests(page_of(values, 2))
     assert batch.calls == [[PAGE_BYTES, 1000, PAGE_BYTES - 1000]]
 
     target = caches(layout, slots)
@@ -108,7 +108,7 @@ def test_arena_copies_round_trip_every_vllm_layout(layout: KVCacheLayout, slots:
     start, end = PAGE + 3, 3 * PAGE - 5
     slab = into.begin_copy_in(table, range(1, 3), store.runs([0, 1]), SEGMENT, (start, end), None)
     slab.wait()
-    assert slab.checksums() == digests(page_of(values, 1)) + digests(page_of(values, 2))
+    assert slab.checksums().tolist() == digests(page_of(values, 1)) + digests(page_of(values, 2))
     tokens = torch.arange(len(TABLE) * BLOCK)
     at, slot = torch.from_numpy(table)[tokens // slots], tokens % slots
     expected = caches(layout, slots)
@@ -132,7 +132,7 @@ def test_arena_copies_slabs_in_flight_share_one_buffer() -> None:
     assert not any(slab.is_done() for slab in slabs)
     for page in (2, 0, 1):
         slabs[page].wait()
-        assert slabs[page].checksums() == digests(page_of(values, page))
+        assert slabs[page].checksums().tolist() == digests(page_of(values, page))
         assert torch.equal(store.page(page), page_of(values, page))
         out.release_slab(slabs[page])
     hosts = len(device.hosts)
@@ -224,7 +224,7 @@ def test_arena_copy_out_on_cuda_waits_for_engine_only(monkeypatch: pytest.Monkey
     with record_cuda(events):
         out = on_cuda(events)
         mark = out.backend.mark()
-        runs = [(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(3)]
+        runs = np.array([(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(3)])
         slab = out.begin_copy_out([(table, page) for page in range(3)], runs, SEGMENT // 2, mark)
         out.release_slab(slab)
     assert events.events == [
@@ -245,7 +245,7 @@ def test_arena_copy_in_on_cuda_is_one_batch_of_urgent_stream(monkeypatch: pytest
     events = CudaRecorder()
     with record_cuda(events):
         into = on_cuda(events, urgent=True)
-        runs = [(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(2)]
+        runs = np.array([(i * PAGE_BYTES // 2, 4096 * i, PAGE_BYTES // 2) for i in range(2)])
         mark = into.backend.mark()
         into.begin_copy_in(np.array(TABLE), range(2), runs, SEGMENT // 2, (3, 60), mark)
     assert events.events[2:] == [
