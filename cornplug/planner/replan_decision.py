@@ -38,7 +38,7 @@ DEVIATION_RATIO: Final = 1.2
 """Ratio of observed to planned time, or its inverse, at which times are corrected."""
 NEUTRAL_TOLERANCE: Final = 0.05
 MIN_WEIGHT_CHANGE = 0.05
-"""Change of a routing weight above which it is reported."""
+"""Minimum change of a routing weight that is reported."""
 Kind = Literal["start", "stop", "switch", "nodes", "route"]
 
 

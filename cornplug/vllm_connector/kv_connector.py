@@ -97,7 +97,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         for kind in kinds:
             held = rank_slice(self._vllm_config, self._kv_cache_config, kind.geometry)
             pages = RankPages(kind.geometry, held, self._runtime.store)
-            beside, share = workers[0] if workers else None, kind.geometry.page_bytes / size
+            beside, share = workers[-1] if workers else None, kind.geometry.page_bytes / size
             if kind.geometry.state:
                 workers.append(StateGroupWorker(pages, timeout_s, other_worker=beside, slab_share=share))
             else:
@@ -124,9 +124,10 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(moves, CornplugKVMetadata)
         cpu_use.record_step_start(computes=moves.computes)
         if self._worker is not None:
-            self._worker.begin_step(computes=moves.computes)
+            # Cancel first, because the blocks of cancelled saves may already have been overwritten.
             if moves.cancelled_saves:
                 self._worker.cancel_saves(moves.cancelled_saves)
+            self._worker.begin_step(computes=moves.computes)
 
     @retry_without_sharing
     def unregister_kv_caches(self) -> None:

@@ -11,9 +11,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -46,6 +46,10 @@ from cornplug.vllm_connector.kv_copies.block_copies import CudaBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.mover import ByteBudget, Direction, PolledJob, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
+
+_MAX_PARTS: Final = 8
+"""Maximum number of parts of a load. A load whose pages alternate between memory that the device can access
+and other memory is staged as a whole, because each part takes several calls on the engine's thread."""
 
 
 class Fallback(Protocol):
@@ -106,7 +110,7 @@ class ArenaTransfers:
         the device cannot copy and verify directly are copied through staging memory."""
         parts = self._split_load(load)
         if len(parts) > 1:
-            self._reports.split_load(load.request_id, len(parts))
+            self._reports.split_load(load, len(parts))
         for part, is_direct in parts:
             if is_direct:
                 self.mover.submit(self._load(part, mark, time.monotonic()), "load")
@@ -131,6 +135,8 @@ class ArenaTransfers:
             return [(load, True)]
         direct = ends <= self.memory.registered_end(pages.arena_id)
         cuts = [0, *(np.flatnonzero(np.diff(direct)) + 1).tolist(), len(pages)]
+        if len(cuts) > _MAX_PARTS + 1:
+            return [(load, False)]
         rows = self._pages.page.rows
         return [
             (load.part(start, stop, rows), bool(direct[start])) for start, stop in itertools.pairwise(cuts)
@@ -218,7 +224,8 @@ class ArenaTransfers:
             reason = ""
         except torch.OutOfMemoryError as e:
             self.mover.stop(e)
-            reason, rest = "", load.part(done, count, self._pages.page.rows)
+            left_s = max(0.0, submitted_s + load.deadline_s - time.monotonic())
+            reason, rest = "", replace(load.part(done, count, self._pages.page.rows), deadline_s=left_s)
         except CornplugError as e:
             reason = e.reason
             compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
@@ -227,15 +234,15 @@ class ArenaTransfers:
         finally:
             settled = False
             try:
-                for slab, pages in pending:
-                    self._release(copies, slab, pages, "load")
+                if pending:
+                    self._release_all(copies, pending, "load")
                 settled = True
             finally:
                 # Concurrent loads share the bus. Count their common time only once.
                 now = time.monotonic()
                 seconds, self._counted_s = now - max(submitted_s, self._counted_s), now
                 if rest is not None and settled:
-                    self._reports.split_load(load.request_id, 2)
+                    self._reports.split_load(load, 2)
                     self._fallback.stage_load(rest, mark)
                 elif rest is not None:
                     reason = "load_error"
@@ -286,8 +293,8 @@ class ArenaTransfers:
             compat.logger.debug("cornplug: saving a step's pages failed: %s", e)
         finally:
             try:
-                for slab, _, count in pending:
-                    self._release(copies, slab, count, "save")
+                if pending:
+                    self._release_all(copies, [(slab, count) for slab, _, count in pending], "save")
             finally:
                 self._reports.end_saves(saves)
 
@@ -296,6 +303,20 @@ class ArenaTransfers:
         budget."""
         self._budget.end(pages * copies.page_bytes, direction)
         copies.release_slab(slab)
+
+    def _release_all(
+        self, copies: ArenaCopies, slabs: Iterable[tuple[ArenaSlab, int]], direction: Direction
+    ) -> None:
+        """Release slabs, given with their numbers of pages. If a device error prevents this, none of their
+        bytes stays in the budget, which the other jobs need to end."""
+        errors = []
+        for slab, pages in slabs:
+            try:
+                self._release(copies, slab, pages, direction)
+            except Exception as e:  # noqa: BLE001 - any error of the device
+                errors.append(e)
+        if errors:
+            raise errors[0]
 
     def _remove_unwritable(self, slab: Iterable[SavedPages]) -> list[SavedPages]:
         """Return the pages whose store reservations still exist, and report all other pages as failed."""

@@ -61,7 +61,7 @@ class GroupWorker:
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Create the worker of one group. `background_timeout_s` is the timeout for calls of the mover
-        to the store. `other_worker` is the worker of another cache group, whose mover this worker shares.
+        to the store. `other_worker` is the worker of the previous group, whose mover this worker shares.
         `slab_share` is the fraction of the maximum slab size on an accelerator that this worker uses.
         `scales` maps layer names to the scales of K and V, if pages are quantised."""
         self._scales = scales or {}
@@ -148,13 +148,19 @@ class GroupWorker:
             self._pages,
             self._reports,
             blocks,
-            other_group=self._other_worker._arena_transfers if self._other_worker is not None else None,
+            other_group=self._other_worker.find_direct() if self._other_worker is not None else None,
             slab_share=self._slab_share,
             sizes=self._sizes,
             fallback=self,
         )
 
     # -- the engine's step ------------------------------------------------------------------
+
+    def find_direct(self) -> ArenaTransfers | None:
+        """Return the GPU's direct copies of this group or, if it has none, of an earlier group."""
+        if self._arena_transfers is not None or self._other_worker is None:
+            return self._arena_transfers
+        return self._other_worker.find_direct()
 
     @property
     def copies_directly(self) -> bool:
@@ -166,6 +172,8 @@ class GroupWorker:
         step computes tokens."""
         if self._arena_transfers is not None:
             self._arena_transfers.mover.budget.begin_step(computes=computes)
+            # Copies that wait for the budget come before the copies that this step submits.
+            self._arena_transfers.poll()
         elif not self._on_gpu:
             self._mover.begin_step(computes=computes)
 
@@ -218,8 +226,8 @@ class GroupWorker:
             self._arena_transfers.drain()
         self._mover.wait()
 
-    def take_finished(self) -> set[str]:
-        """Return the ids of requests whose load has ended since the last call, successfully or not."""
+    def take_finished(self) -> list[str]:
+        """Return the request id of each load that has ended since the last call, successfully or not."""
         if self._arena_transfers is not None:
             self._arena_transfers.poll()
         return self._reports.take_finished()

@@ -212,12 +212,14 @@ class TransferReports:
         self._acks = CornplugKVWorkerMetadata()
         self._unsent_saves: dict[int, str] = {}
         """Names of the saves whose pages are in `_acks.written`, by reservation token."""
-        self._finished_loads: set[str] = set()
-        self._open_parts: dict[str, int] = {}
-        """Number of parts in progress, by request id, for loads of several parts."""
+        self._finished_loads: list[str] = []
+        self._open_parts: dict[int, int] = {}
+        """Number of parts in progress, for loads of several parts. The key is the `id` of the array `blocks`,
+        which all parts of a load have in common, because a later request may reuse the request id."""
         self._bad_blocks: set[int] = set()
-        self._open_saves: dict[str, OngoingSave] = {}
-        """Saves in progress, by name."""
+        self._open_saves: set[OngoingSave] = set()
+        """Saves in progress. Two have the same name if some pages of a save are copied directly and others
+        through staging memory."""
 
     # -- the engine's thread ----------------------------------------------------------------------
 
@@ -229,15 +231,15 @@ class TransferReports:
         """Record that these saves begin, and return a progress record for each save."""
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
-            for ongoing in begun:
-                self._open_saves[ongoing.save.name] = ongoing
+            self._open_saves.update(begun)
         return begun
 
-    def split_load(self, request_id: str, parts: int) -> None:
+    def split_load(self, load: PageLoad, parts: int) -> None:
         """Record that `parts` parts replace a load, or a part of it. The load ends when all its parts have
         ended."""
+        key = id(load.blocks)
         with self._lock:
-            self._open_parts[request_id] = self._open_parts.get(request_id, 1) + parts - 1
+            self._open_parts[key] = self._open_parts.get(key, 1) + parts - 1
 
     def count_staged(self, pages: int) -> None:
         """Count `pages` pages that are copied through staging memory."""
@@ -258,17 +260,19 @@ class TransferReports:
         """
         wanted = set(names)
         with self._lock:
-            for name in wanted & self._open_saves.keys():
-                self._open_saves[name].is_cancelled = True
+            for ongoing in self._open_saves:
+                if ongoing.save.name in wanted:
+                    ongoing.is_cancelled = True
             late = [token for token, name in self._unsent_saves.items() if name in wanted]
             for token in late:
                 del self._unsent_saves[token], self._acks.written[token]
                 self._acks.failed_writes[token] = self._pages.segments
 
-    def take_finished(self) -> set[str]:
-        """Return the ids of requests whose load has ended since the last call, successfully or not."""
+    def take_finished(self) -> list[str]:
+        """Return the request id of each load that has ended since the last call, successfully or not. Two
+        loads have the same id if the second request reuses the id of an aborted one."""
         with self._lock:
-            received, self._finished_loads = self._finished_loads, set()
+            received, self._finished_loads = self._finished_loads, []
         return received
 
     def take_bad_blocks(self) -> set[int]:
@@ -300,11 +304,11 @@ class TransferReports:
                 self._acks.failed_loads[load.request_id] = reason
             self._acks.loaded_bytes += complete_pages * self._pages.size_bytes
             self._acks.loading_s += seconds
-            parts = self._open_parts.pop(load.request_id, 1) - 1
+            parts = self._open_parts.pop(id(load.blocks), 1) - 1
             if parts:
-                self._open_parts[load.request_id] = parts
+                self._open_parts[id(load.blocks)] = parts
             else:
-                self._finished_loads.add(load.request_id)
+                self._finished_loads.append(load.request_id)
 
     def end_pages(self, pages: SavedPages, checksums: Sequence[dict[int, int]]) -> None:
         """Record the results of writing pages to the store. `checksums` has the checksums of this rank's
@@ -322,7 +326,7 @@ class TransferReports:
                 self._fail_pages(failed)
             ongoing.pending_tokens.difference_update(tokens)
             if not ongoing.pending_tokens:
-                self._remove_save(ongoing)
+                self._open_saves.discard(ongoing)
 
     def end_saves(self, saves: Iterable[OngoingSave]) -> None:
         """Record the end of these saves. Pages without a result are reported as failed."""
@@ -330,12 +334,8 @@ class TransferReports:
             for ongoing in saves:
                 if ongoing.pending_tokens:
                     self._fail_pages(ongoing.pending_tokens)
-                    self._remove_save(ongoing)
+                    self._open_saves.discard(ongoing)
 
     def _fail_pages(self, tokens: Collection[int]) -> None:
         if self._pages.rank_slice.writes:
             self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
-
-    def _remove_save(self, ongoing: OngoingSave) -> None:
-        """Remove a save whose blocks are no longer read."""
-        self._open_saves.pop(ongoing.save.name, None)

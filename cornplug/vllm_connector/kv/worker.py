@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, Self
 
@@ -45,7 +45,7 @@ class KVWorker:
         self._acks = CornplugKVWorkerMetadata()
         """Acknowledgements of all groups, if there are several."""
         self._loading = defaultdict[str, int](int)
-        """Number of cache groups that are still loading pages for a request, by request id."""
+        """Number of loads in progress, by request id. A request has one load per cache group."""
         self._failed: set[str] = set()
         self._last_failed: set[str] = set()
 
@@ -110,7 +110,7 @@ class KVWorker:
         not."""
         received: set[str] = set()
         for worker in self._workers:
-            received |= _finish_groups(self._loading, worker.take_finished())
+            received |= _count_ended(self._loading, worker.take_finished())
             if self._has_several_groups:
                 worker.take_bad_blocks()
                 self._merge_acks(worker.take_acks())
@@ -161,14 +161,14 @@ def _reuses_cache(
     return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
-def _finish_groups(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Record that one more cache group has ended the loads of the requests in `ended`. Return the ids of
-    requests whose load has now ended in all groups."""
+def _count_ended(open_loads: dict[str, int], ended: Iterable[str]) -> set[str]:
+    """Subtract the ended loads, given by request id, from `open_loads`. Return the ids of requests whose
+    loads have all ended."""
     over = set()
     for request_id in ended:
-        open_groups[request_id] -= 1
-        if not open_groups[request_id]:
-            del open_groups[request_id]
+        open_loads[request_id] -= 1
+        if not open_loads[request_id]:
+            del open_loads[request_id]
             over.add(request_id)
     return over
 

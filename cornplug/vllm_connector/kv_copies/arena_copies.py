@@ -211,8 +211,8 @@ class ArenaCopies:
         """Copy a slab of the maximum size from vLLM's blocks to host memory and back. Return the
         bandwidth in bytes per second.
 
-        Call this at start, because it also allocates all memory that later copies need. The values in the
-        blocks stay the same.
+        Call this at start, because it also allocates the device memory that later copies need. The values in
+        the blocks stay the same.
         """
         size = self.slab_pages * self.page_bytes
         host = self.backend.allocate_host((size,), torch.int8)

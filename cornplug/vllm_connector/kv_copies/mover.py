@@ -42,7 +42,10 @@ THREAD_BYTES_PER_S: Final = 10e9
 """Bytes per second of a long step that may be started beyond `IDLE_STEP_BYTES`, about 6 % of the engine
 thread's time."""
 _MAX_STEP_S: Final = 0.25
-"""Interval between two steps above which the engine was idle in between."""
+"""Interval between two steps above which the engine may have been idle in between. Two such intervals in a
+row are long steps."""
+_MIN_SLAB_BYTES: Final = 8 << 20
+"""Minimum bytes that the budget counts for a slab, because small slabs also take the engine's thread time."""
 
 
 class StepBudget:
@@ -215,6 +218,7 @@ class ByteBudget:
         self._in_flight: dict[Direction, int] = {"load": 0, "save": 0}
         self._began_s: float | None = None
         """Time when the current step began, or None if it computes no tokens."""
+        self._is_long = False
 
     def begin_step(self, *, computes: bool) -> None:
         """Set the budget of the step that begins now. `computes` is whether the step computes tokens."""
@@ -222,9 +226,11 @@ class ByteBudget:
         self._began_s = now if computes else None
         self._started = {"load": 0, "save": 0}
         step_s = now - previous_s if computes and previous_s is not None else math.inf
-        if step_s > _MAX_STEP_S:
+        was_long, self._is_long = self._is_long, _MAX_STEP_S < step_s < math.inf
+        if step_s > _MAX_STEP_S and not (was_long and self._is_long):
             self._limit = IDLE_STEP_BYTES
         else:
+            step_s = min(step_s, _MAX_STEP_S)
             most = max(IDLE_STEP_BYTES, THREAD_BYTES_PER_S * step_s)
             self._limit = int(min(most, max(MIN_STEP_BYTES, self._bytes_per_s * step_s)))
 
@@ -236,13 +242,14 @@ class ByteBudget:
         return max(sum(self._started.values()), sum(self._in_flight.values())) < self._limit
 
     def start(self, size: int, direction: Direction) -> None:
-        """Record that copies of `size` bytes have started."""
+        """Record that copies of a slab of `size` bytes have started."""
+        size = size if size > _MIN_SLAB_BYTES else _MIN_SLAB_BYTES
         self._started[direction] += size
         self._in_flight[direction] += size
 
     def end(self, size: int, direction: Direction) -> None:
-        """Record that copies of `size` bytes have completed."""
-        self._in_flight[direction] -= size
+        """Record that copies of a slab of `size` bytes have completed, or failed."""
+        self._in_flight[direction] -= size if size > _MIN_SLAB_BYTES else _MIN_SLAB_BYTES
 
 
 PolledJob = Generator[Transfer | None, None, None]

@@ -42,6 +42,8 @@ class _Region:
         self.ends = [0]
         """End offsets of the registered ranges, after an initial 0. Each range begins at the end of the
         previous range."""
+        self.sorted_ends = np.zeros(0, np.int64)
+        """`ends` as an array. The engine's thread updates it."""
         self.has_failed = False
         self.is_registering = False
 
@@ -122,7 +124,9 @@ class RegisteredMemory:
         rows[:, 1] += region.address
         if len(region.ends) == 2:  # All memory is one registered range.
             return rows
-        ends = np.array(region.ends)
+        if len(region.ends) != len(region.sorted_ends):
+            region.sorted_ends = np.array(region.ends)
+        ends = region.sorted_ends
         crossing = ends.searchsorted(starts, "right") != ends.searchsorted(stops - 1, "right")
         if not crossing.any():
             return rows

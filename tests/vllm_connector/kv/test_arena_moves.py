@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from cornplug.store.memory import MemoryConnection, MemoryStore
 from cornplug.vllm_connector.kv import arena_moves
 from cornplug.vllm_connector.kv.arena_moves import ArenaTransfers, SharedDevice, open_arena
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite, TransferReports
+from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_copies.block_copies import CpuBackend
 from cornplug.vllm_connector.kv_copies.cache_blocks import BlockSizes, CacheBlocks
 from cornplug.vllm_connector.kv_copies.mover import ByteBudget, PolledMover
@@ -306,8 +308,8 @@ class InstantGpu:
             arena_memory=lambda _: memoryview(bytearray(64)),
         )
         held = RankSlice(heads=range(8), layers=range(32), writes=True)
-        rank = RankPages(LLAMA_8B, held, store)
-        self.reports, self.copies, self.now_s = TransferReports(rank, 16), InstantCopies(), 0.0
+        self.rank = RankPages(LLAMA_8B, held, store)
+        self.reports, self.copies, self.now_s = TransferReports(self.rank, 16), InstantCopies(), 0.0
         memory: Any = SimpleNamespace(
             can_access=lambda *_: True, split_ranges=lambda arena_id, ranges: ranges,
             add_user=lambda _: None, remove_user=lambda _: None, unregister_previous=lambda: None,
@@ -315,7 +317,7 @@ class InstantGpu:
         mover = PolledMover(ByteBudget(50e9, lambda: self.now_s))
         both: Any = self.copies, self.copies
         self.moves = ArenaTransfers(
-            rank, self.reports, SharedDevice(memory, mover), both,
+            self.rank, self.reports, SharedDevice(memory, mover), both,
             sizes=BlockSizes(16, 16), fallback=NO_FALLBACK,
         )  # fmt: skip
         self.places = [PayloadLocation(bytes(16), i * 8 << 20, 8 << 20, 1) for i in range(pages)]
@@ -368,7 +370,7 @@ def test_arena_loads_of_fifty_hits_take_the_engine_5_ms_at_most() -> None:
         seconds.append(time.thread_time() - began_s)
         assert gpu.copies.in_step <= 16
         ended = gpu.reports.take_finished()
-        assert ended == {"0", "1"}
+        assert ended == ["0", "1"]
         gpu.moves.drain()
         assert len(gpu.reports.take_finished()) == 48
     assert min(seconds) < 0.005
@@ -399,13 +401,133 @@ def test_byte_budget_is_what_the_bus_copies_in_the_last_step(step_s: float | Non
     budget.begin_step(computes=True)
     now_s = step_s or 0.0
     budget.begin_step(computes=step_s is not None)
-    begun = 0
-    while budget.has_room("load"):
-        budget.start(1 << 20, "load")
-        begun += 1
-    assert begun == pytest.approx(mib, abs=1)
-    budget.start(1 << 20, "save")
+    assert begun(budget) == pytest.approx(mib, abs=8)
+    budget.start(1, "save")
     assert not budget.has_room("save")
+
+
+def begun(budget: ByteBudget) -> int:
+    """MiB that a step may begin to load. A slab counts for 8 MiB at least."""
+    slabs = 0
+    while budget.has_room("load"):
+        budget.start(1, "load")
+        slabs += 1
+    for _ in range(slabs):
+        budget.end(1, "load")
+    return 8 * slabs
+
+
+def test_byte_budget_of_long_steps_is_no_pauses() -> None:
+    now_s = 0.0
+    budget = ByteBudget(50e9, lambda: now_s)
+    found = []
+    for _ in range(4):
+        budget.begin_step(computes=True)
+        found.append(begun(budget))
+        now_s += 0.8
+    assert found[:2] == [512, 512]
+    assert found[2:] == pytest.approx([2384, 2384], abs=8)
+
+
+def test_arena_saves_that_wait_for_the_budget_come_before_later_ones() -> None:
+    gpu = InstantGpu(160)
+    gpu.begin_step()
+    gpu.save("a")
+    gpu.begin_step()
+    gpu.moves.poll()
+    gpu.save("b")
+    gpu.moves.poll()
+    assert {one.save.name for one in gpu.reports._open_saves} == {"a", "b"}
+    gpu.begin_step()
+    gpu.moves.poll()
+    assert {one.save.name for one in gpu.reports._open_saves} == {"b"}
+
+
+def test_arena_drain_ends_after_an_error_of_the_device() -> None:
+    """The budget's bytes are those of no copy then, and other loads end."""
+    gpu = InstantGpu(160)
+    gpu.begin_step()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    slab = SimpleNamespace(is_done=lambda: False, wait=fail, checksums=lambda: np.ones(0))
+    gpu.copies._slab, gpu.copies.release_slab = lambda pages: slab, fail  # type: ignore[method-assign]
+    for name in ("a", "b", "c"):
+        gpu.load(name)
+    gpu.moves.drain()
+    assert sorted(gpu.reports.take_finished()) == ["a", "b", "c"]
+    assert gpu.moves.mover.is_idle()
+    gpu.begin_step()
+    assert begun(gpu.moves.mover.budget) == 512
+
+
+def test_arena_load_whose_pages_alternate_is_staged_as_a_whole() -> None:
+    gpu, staged = InstantGpu(64), list[PageLoad]()
+    gpu.moves._fallback = SimpleNamespace(stage_load=lambda load, mark: staged.append(load))  # type: ignore[assignment]
+    memory: Any = gpu.moves.memory
+    memory.can_access = lambda *_: False
+    memory.registered_end = lambda _: 32 * 8 << 20
+    gpu.load("a")
+    assert [len(load.pages) for load in staged] == [32]
+    order = [page for pair in zip(range(32), range(32, 64), strict=True) for page in pair]
+    gpu.leases = replace(
+        gpu.leases, locations=b"".join([encode_location(gpu.places[page]) for page in order])
+    )
+    gpu.load("b")
+    assert [len(load.pages) for load in staged] == [32, 64]
+
+
+def test_parts_of_a_load_are_not_those_of_a_later_request_with_its_id() -> None:
+    gpu = InstantGpu(3)
+    loads = [PageLoad("a", 0, 192, 0, gpu.leases, array("q", range(12))) for _ in range(2)]
+    parts = [loads[0].part(i, i + 1, 64) for i in range(3)]
+    gpu.reports.split_load(loads[0], 3)
+    gpu.reports.end_load(loads[1], 3, "", 0.0)
+    assert gpu.reports.take_finished() == ["a"]
+    for part in parts:
+        assert not gpu.reports.take_finished()
+        gpu.reports.end_load(part, 1, "", 0.0)
+    assert gpu.reports.take_finished() == ["a"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_request_that_reuses_an_id_ends_with_the_load_of_the_first(groups: int) -> None:
+    """Both loads of a group may end between two steps."""
+    gpu = InstantGpu(1)
+    reports = [TransferReports(gpu.rank, 16) for _ in range(groups)]
+    workers: Any = [
+        SimpleNamespace(
+            start_loads=lambda loads: None,
+            take_finished=one.take_finished,
+            take_bad_blocks=one.take_bad_blocks,
+            take_acks=one.take_acks,
+        )
+        for one in reports
+    ]
+    worker = KVWorker(workers, [["layer"]] * groups)
+    loads = [
+        PageLoad("a", 0, 64, 0, gpu.leases, gpu.blocks, group=group)
+        for _ in range(2)
+        for group in range(groups)
+    ]
+    worker.start_loads(loads)
+    for load in loads:
+        assert not worker.take_finished()
+        reports[load.group].end_load(load, 1, "", 0.0)
+    assert worker.take_finished() == {"a"}
+
+
+@pytest.mark.parametrize("ends_first", [None, 0, 1])
+def test_cancel_reaches_both_parts_of_a_save(ends_first: int | None) -> None:
+    """The device copies some of its pages, the mover's thread the others."""
+    gpu = InstantGpu(2)
+    writes = [PageWrite(i, i, place) for i, place in enumerate(gpu.places)]
+    parts = [gpu.reports.begin_saves([PageSave("a", (write,), tuple(gpu.blocks))])[0] for write in writes]
+    if ends_first is not None:
+        gpu.reports.end_saves([parts[ends_first]])
+    gpu.reports.cancel_saves(["a"])
+    assert [part.is_cancelled for part in parts] == [i != ends_first for i in range(2)]
 
 
 def test_arena_copies_in_flight_are_what_the_bus_copies_in_a_step() -> None:
