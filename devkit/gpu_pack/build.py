@@ -250,7 +250,7 @@ def _files(*below: str) -> Iterator[str]:
     command = [
         "git",
         "-C",
-        TREE,
+        str(TREE),
         "ls-files",
         "-z",
         "--cached",

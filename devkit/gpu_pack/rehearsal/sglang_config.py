@@ -20,16 +20,16 @@ _IMPORTED = (
 def main() -> int:
     """Print what is taken. Raises where a module does not import or a flag is refused."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-    from gpu_sections.sides import GPU_SGLANG
     from sglang.srt.server_args import prepare_server_args
 
     from devkit.checkpoints import qwen2_text
 
+    flags_on_gpu = importlib.import_module("gpu_sections.sides").GPU_SGLANG
     for name in _IMPORTED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as name:
         model = str(qwen2_text(Path(name), dtype="bfloat16"))
-        flags = ["--model-path", model, *GPU_SGLANG, "--enable-cornplug"]
+        flags = ["--model-path", model, *flags_on_gpu, "--enable-cornplug"]
         args = prepare_server_args(flags)
     for what in ("device", "attention_backend", "sampling_backend", "enable_hierarchical_cache"):
         print(f"rehearse-gpu: SGLang, {what}: {getattr(args, what)}")
