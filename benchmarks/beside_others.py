@@ -25,7 +25,9 @@ from driver.requests import Request, words
 from driver.stage import Stage, hits, options, stage
 from driver.table import Report, Row
 
+from cornplug.processes import ManagedProcess
 from devkit.engines import EngineServer, VllmServer
+from devkit.processes import StoreProcess, memory_bytes
 
 TARGET: Final = 0.10
 STOCK, CORNPLUG, LMCACHE, NATIVE = "stock", "cornplug", "LMCache 0.5.6 MP", "native offloading"
@@ -54,11 +56,17 @@ def main() -> int:
             "All save every prompt at once: cornplug has `--cornplug-save always`.",
             "Native offloading keeps its pages in the engine's process: a fresh engine has none. vLLM has it "
             "for GPUs only; torch makes its copies here (dev/host-offloading-cpu).",
+            f"A token's KV has {layers * 2 * 8 * 64 * 4 >> 10} KiB. Memory is the growth of an engine and "
+            "of the server of its pages while they save the prompts, without a stock engine's growth.",
         ],
     )
     model = models.qwen2_text(layers=layers, **_MODEL)
-    with stage(flags=_FLAGS, kv_gib=2) as here, here.store("3GiB"), sides(here, model) as made:
-        fresh(report, here, made, count)
+    with (
+        stage(flags=_FLAGS, kv_gib=2) as here,
+        here.store("3GiB") as store,
+        sides(here, model, store) as (made, page_servers),
+    ):
+        fresh(report, made, page_servers, count)
         repeated_prefixes(report, here, made, model, 4 if chosen.quick else 16)
         conversations(report, made, users=2 if chosen.quick else 4)
     report.show()
@@ -67,8 +75,11 @@ def main() -> int:
 
 
 @contextmanager
-def sides(here: Stage, model: Path) -> Iterator[Mapping[str, Make]]:
-    """Kind of engine -> a function that makes one, by the name of its log."""
+def sides(
+    here: Stage, model: Path, store: StoreProcess
+) -> Iterator[tuple[Mapping[str, Make], Mapping[str, ManagedProcess]]]:
+    """Kind of engine -> a function that makes one, by the name of its log; and kind of engine -> the process
+    that keeps its pages."""
 
     def stock(name: str, *more: str) -> VllmServer:
         return VllmServer(model, *_FLAGS, *more, bed=_BED, **here.options(name))
@@ -83,26 +94,36 @@ def sides(here: Stage, model: Path) -> Iterator[Mapping[str, Make]]:
         CORNPLUG: cornplug,
         NATIVE: lambda name: stock(name, "--kv-offloading-size", "2"),
     }
+    page_servers: dict[str, ManagedProcess] = {CORNPLUG: store}
     with ExitStack() as ends:
         if SITE.is_dir():
-            server = ends.enter_context(Lmcache(here.folder, 3))
+            page_servers[LMCACHE] = server = ends.enter_context(Lmcache(here.folder, 3))
             made[LMCACHE] = lambda name: server.vllm(model, *_FLAGS, bed=_BED, **here.options(name))
-        yield made
+        yield made, page_servers
 
 
-def fresh(report: Report, here: Stage, made: Mapping[str, Make], count: int) -> None:
-    """Add a row a prompt's length."""
+def fresh(
+    report: Report, made: Mapping[str, Make], page_servers: Mapping[str, ManagedProcess], count: int
+) -> None:
+    """Add a row a prompt's length, and the memory that each kind of engine uses for what it saves."""
     asked = [
         (kind, Request(words(tokens, 100 * tokens + i)))
         for kind, tokens in _LENGTHS.items()
         for i in range(count)
     ]
-    for kind in made.keys() - {STOCK}:
+    growth: dict[str, float] = {}
+    for kind in made:
         with made[kind](f"{kind}-writes") as writer:
-            for _, request in asked:
-                request.then("who is this").ask(writer)
+            Request(words(max(_LENGTHS.values()), 900)).ask(writer)  # the buffers of the longest prompt
+            watched = [writer, *([page_servers[kind]] if kind in page_servers else [])]
+            before_bytes = memory_bytes(*watched)
+            served = [request.then("who is this").ask(writer) for _, request in asked]
             if kind == CORNPLUG:
                 hits(writer, "kv_page")  # two more steps: saved pages are committed
+            growth[kind] = memory_bytes(*watched) - before_bytes
+        if kind != STOCK:
+            used = (growth[kind] - growth[STOCK]) / sum(answer.prompt_tokens for answer in served)
+            report.facts[f"memory, {kind}"] = f"{used / 2**10:.1f} KiB a stored token"
     ttft: dict[str, dict[str, list[float]]] = {kind: {side: [] for side in made} for kind in _LENGTHS}
     equal = tokens = 0
     with ExitStack() as running:

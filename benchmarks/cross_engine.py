@@ -56,8 +56,8 @@ def main() -> int:
             f"Qwen2-VL: LLM of {layers} layers of 1024 (16 heads of 64), tower of 12 layers of 640 with "
             f"{_IMAGE_TOKENS} rows an image, float32, random weights.",
             f"Prefixes of about {_PREFIX_TOKENS} tokens, then a last question that no engine has seen.",
-            "The engine that served them first, of the other kind, was stopped before the two measured "
-            "engines started.",
+            "The engine that served them first, of the other kind, saved each prompt at once "
+            "(`--cornplug-save always`) and was stopped before the two measured engines started.",
             "Stock and cornplug: same checkpoint and flags, prefix caching and encoder cache on, both fresh, "
             "warmed up with the same unrelated prompts, asked in turns.",
             "No encoder service: a prefix whose KV is found needs no embedding.",
@@ -160,7 +160,7 @@ def measure(
 ) -> None:
     """Add the rows of `then` reading the pages of `first`."""
     warm, asked = work
-    with here.cornplug(model, f"{first}-writes", first) as writer:
+    with here.cornplug(model, f"{first}-writes", first, "--cornplug-save", "always") as writer:
         for _, request in asked:
             request.then("who is this").ask(writer)
         hits(writer, "kv_page")  # two more steps: saved pages are committed

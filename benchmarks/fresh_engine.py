@@ -15,7 +15,7 @@ from pathlib import Path
 
 from driver import models
 from driver.requests import Request, images, words
-from driver.stage import Idle, Stage, hits, options, stage
+from driver.stage import VLLM, Idle, Stage, hits, options, stage
 from driver.table import Report, Row
 
 from devkit.checkpoints import CLIP_L_336
@@ -41,7 +41,8 @@ def main() -> int:
             "float32, random weights.",
             f"Prefixes of about {_PREFIX_TOKENS} tokens (an image is {_IMAGE_TOKENS} of them), then a "
             "last question that no engine has seen.",
-            "The engine that served them first was stopped before the two measured engines started.",
+            "The engine that served them first saved each prompt at once (`--cornplug-save always`) and was "
+            "stopped before the two measured engines started.",
             "Stock and cornplug: same checkpoint and flags, prefix caching and encoder cache on, both fresh, "
             "warmed up with the same unrelated prompts, asked in turns; the other one idles meanwhile.",
             "No encoder service: a prefix whose KV is found needs no embedding.",
@@ -74,7 +75,7 @@ def prefixes(count: int) -> tuple[list[Request], list[tuple[str, Request]]]:
 def measure(report: Report, here: Stage, model: Path, count: int) -> None:
     """Fill `report` with `count` prefixes of each kind."""
     warm, asked = prefixes(count)
-    with here.cornplug(model, "first") as first:
+    with here.cornplug(model, "first", VLLM, "--cornplug-save", "always") as first:
         for _, request in asked:
             request.then("who is this").ask(first)
         hits(first, "kv_page")  # two more steps: saved pages are committed

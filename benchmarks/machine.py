@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -72,6 +73,8 @@ def _cpu_name() -> str:
 
 def _commit() -> str | None:
     """The checkout's commit; with "-dirty" if it has uncommitted changes."""
+    if shutil.which("git") is None:
+        return None
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

@@ -70,6 +70,19 @@ def cpu_s(process: ManagedProcess) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def memory_bytes(*processes: ManagedProcess) -> int:
+    """Resident bytes of these processes and their descendants. A page that several of them map counts
+    once."""
+    total = 0
+    for pid in (pid for process in processes for pid in process.pids()):
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        total += sum(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total
+
+
 class StoreProcess(ManagedProcess):
     """`cornplug serve-store` at `socket`, ready when it accepts connections."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cornplug.private_paths import cache_dir
 from devkit import checkpoints
+from driver import repeated_layers
 
 
 def llava(**parameters: Any) -> Path:
@@ -36,6 +37,11 @@ def qwen2_5_vl(**parameters: Any) -> Path:
 def qwen2_text(**parameters: Any) -> Path:
     """The folder of a Qwen2 without a tower with these parameters of `devkit.checkpoints.qwen2_text`."""
     return _made("qwen2-text", checkpoints.qwen2_text, parameters)
+
+
+def large_qwen2_text(**parameters: Any) -> Path:
+    """The folder of a Qwen2 of equal layers with these parameters of `driver.repeated_layers.qwen2_text`."""
+    return _made("large-qwen2-text", repeated_layers.qwen2_text, parameters)
 
 
 def _made(family: str, make: Callable[..., Path], parameters: dict[str, Any]) -> Path:

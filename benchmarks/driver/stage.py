@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from devkit.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
-from devkit.processes import cpu_s
+from devkit.processes import cpu_s, together
 from devkit.sglang_engine import SglangServer
 
 VLLM: Final = "vLLM"
@@ -86,9 +86,16 @@ class Stage:
     """
 
     def __init__(
-        self, folder: Path, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        kv_gib: int,
+        sglang_flags: Sequence[str] = (),
+        *,
+        start_together: bool = False,
     ) -> None:
         self.folder = folder
+        self._start_together = start_together
         self.flags = tuple(flags)
         self.sglang_flags = tuple(sglang_flags)
         self.store_socket = folder / "store.sock"
@@ -107,9 +114,10 @@ class Stage:
     def store(self, size: str) -> StoreProcess:
         return StoreProcess(self.store_socket, size=size, env=self.env)
 
-    def encoder(self, *models: Path) -> EncoderProcess:
+    def encoder(self, *models: Path, dtype: str = "float32") -> EncoderProcess:
         threads = ("--threads", self._threads)
-        return EncoderProcess(models, *threads, socket=self.encoder_socket, env=self.env, ready_s=_READY_S)
+        options: dict[str, Any] = {"env": self.env, "ready_s": _READY_S}
+        return EncoderProcess(models, *threads, socket=self.encoder_socket, dtype=dtype, **options)
 
     def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(model, engine, *extra)
@@ -141,16 +149,25 @@ class Stage:
         """A fresh stock engine and a fresh cornplug engine, ended on exit."""
         made = Pair(self.stock(model, engine), self.cornplug(model, app, engine))
         with ExitStack() as stack:
-            for server in (made.cornplug, made.stock) if cornplug_first else (made.stock, made.cornplug):
-                stack.enter_context(server)
+            if self._start_together:
+                stack.enter_context(together(made.stock, made.cornplug))
+            else:
+                for server in (made.cornplug, made.stock) if cornplug_first else (made.stock, made.cornplug):
+                    stack.enter_context(server)
             yield made
 
 
 @contextmanager
-def stage(*, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()) -> Iterator[Stage]:
-    """A stage whose engines have these flags, and vLLM `kv_gib` GiB for KV."""
+def stage(
+    *, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = (), start_together: bool = False
+) -> Iterator[Stage]:
+    """A stage whose engines have these flags, and vLLM `kv_gib` GiB for KV.
+
+    Args:
+        start_together: Whether the two engines of a pair start side by side.
+    """
     with tempfile.TemporaryDirectory(prefix="cp-bench-") as folder:
-        yield Stage(Path(folder), flags, kv_gib, sglang_flags)
+        yield Stage(Path(folder), flags, kv_gib, sglang_flags, start_together=start_together)
 
 
 class Idle:

@@ -194,7 +194,7 @@ def test_arena_copies_beside_busy_stream_are_complete(arena: Arena) -> None:
 
 
 def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
-    """An 8B model's pages, gathered, summed and copied, beside one plain copy of the same bytes."""
+    """An 8B model's pages, gathered, summed and copied, and back, beside plain copies of the same bytes."""
     layers, heads, dim, blocks, pages = 32, 8, 128, 512, 32
     whole = torch.zeros(layers, blocks, BLOCK, heads, 2 * dim, dtype=torch.bfloat16, device="cuda")
     of = list(whole.permute(0, 1, 3, 2, 4))
@@ -239,13 +239,42 @@ def test_arena_copies_cross_at_good_part_of_bus(record_property: Any) -> None:
         for _ in range(0, pages, step):
             host.copy_(there, non_blocking=True)
 
+    def cross_back() -> None:
+        for _ in range(0, pages, step):
+            there.copy_(host, non_blocking=True)
+
+    into = ArenaCopies(
+        places, CudaBackend(places.device, urgent=True), DeviceChecksums(places.device), copy_batch()
+    )
+
+    def move_back() -> None:
+        slabs = [
+            into.begin_copy_in(
+                table,
+                range(at, at + step),
+                store.runs(list(range(at, at + step)), out.page_bytes),
+                segment,
+                (at * PAGE, (at + step) * PAGE),
+                into.backend.mark(),
+            )
+            for at in range(0, pages, step)
+        ]
+        for slab in slabs:
+            into.release_slab(slab)
+
     data = torch.empty(step * out.page_bytes, dtype=torch.uint8, device="cuda")
     size = pages * out.page_bytes
     ours, bus = seconds(move), seconds(cross)
     sums = seconds(lambda: out._checksums.begin(data, segment)) / data.nbytes
-    for name, rate in (("arena", size / ours), ("plain copy", size / bus), ("checksums", 1 / sums)):
+    rates = {"arena": size / ours, "plain copy": size / bus, "checksums": 1 / sums}
+    back, bus_back = seconds(move_back), seconds(cross_back)
+    rates |= {"arena, loads": size / back, "plain copy, loads": size / bus_back}
+    for name, rate in rates.items():
         record_property(f"{name}, GB/s", round(rate / 1e9, 2))
         print(f"{name} {rate / 1e9:.1f} GB/s")
+    record_property("saves, of a plain copy", round(bus / ours, 3))
+    record_property("loads, of a plain copy", round(bus_back / back, 3))
     torch.cuda.synchronize()
     store.memory.remove_user(store.idle)
     assert ours < 3 * bus
+    assert back < 3 * bus_back

@@ -43,7 +43,14 @@ def replicas(
     with (
         StoreProcess(socket, log=folder / "store.log") as store,
         VllmServer(
-            model, *ours, "--data-parallel-size", "2", log=folder / "log", packages=(REPLICAS_IN_STEP,)
+            model,
+            *ours,
+            "--data-parallel-size",
+            "2",
+            log=folder / "log",
+            packages=(REPLICAS_IN_STEP,),
+            # A small machine has no cores of its own for a second replica.
+            env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         ) as server,
     ):
         yield server, store

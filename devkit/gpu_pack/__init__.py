@@ -1,0 +1,1 @@
+"""Engines for a bare GPU machine: one archive that script/gpu-pack builds and script/rehearse-gpu tries."""

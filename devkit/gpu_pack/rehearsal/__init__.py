@@ -1,0 +1,1 @@
+"""Stand-ins with which script/rehearse-gpu tries the archive on a machine without a GPU."""

@@ -1,0 +1,40 @@
+"""What SGLang takes on the pretended GPU, with the flags of the benchmarks; and cornplug's hooks in it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from pathlib import Path
+
+_IMPORTED = (
+    "sgl_kernel",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.layers.attention.triton_backend",
+    "sglang.srt.mem_cache.hicache_storage",
+)
+
+
+def main() -> int:
+    """Print what is taken. Raises where a module does not import or a flag is refused."""
+    sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+    from sglang.srt.server_args import prepare_server_args
+
+    from devkit.checkpoints import qwen2_text
+
+    flags_on_gpu = importlib.import_module("gpu_sections.sides").GPU_SGLANG
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as name:
+        model = str(qwen2_text(Path(name), dtype="bfloat16"))
+        flags = ["--model-path", model, *flags_on_gpu, "--enable-cornplug"]
+        args = prepare_server_args(flags)
+    for what in ("device", "attention_backend", "sampling_backend", "enable_hierarchical_cache"):
+        print(f"rehearse-gpu: SGLang, {what}: {getattr(args, what)}")
+    return int(args.device != "cuda" or not args.enable_hierarchical_cache)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
