@@ -104,7 +104,7 @@ class MediaInputs:
 @dataclass(slots=True)
 class PendingEmbedding:
     """Embedding of a media item that the engine waits for, and the state of the request to the encoder
-    service. Threads other than the engine's access only `reply`."""
+    service. Threads other than the engine's access only `reply` and `save_outcome`."""
 
     identifier: str
     expected: ExpectedEmbedding
@@ -115,7 +115,13 @@ class PendingEmbedding:
     waiting_requests: set[str] = field(default_factory=set)
     reply: Future[EncodeReply] | None = None
     """The encoder service's pending or received reply. None until the request has been sent."""
+    rows: WireTensor | None = None
+    """Rows from the service's reply that are being saved in the store. None before and after that."""
+    save_outcome: str = ""
+    """Outcome of saving `rows`. Another thread sets it."""
     arrived: ArrivedEmbedding | None = None
+    arrived_s: float = 0.0
+    """Time when the embedding arrived, or when its lease was last renewed."""
     source: str = ""
     failure: str = ""
 
@@ -145,7 +151,7 @@ class EncoderRequests:
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._reply_event = threading.Event()
-        """Event that every reply from the service sets."""
+        """Event that every reply from the service and every call of `notify` sets."""
 
     def submit(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
         """Send a request to encode the media item `item`. Another thread sets `item.reply`. Raises
@@ -160,9 +166,13 @@ class EncoderRequests:
         )
         self._preparer.submit(self._send, item, feature, identity, request)
 
+    def notify(self) -> None:
+        """End `wait_for_reply`. Called by any thread."""
+        self._reply_event.set()
+
     def wait_for_reply(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived since the
-        last call."""
+        """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived, or
+        `notify` was called, since the last call."""
         if not self._reply_event.wait(timeout_s):
             return False
         self._reply_event.clear()
@@ -195,4 +205,4 @@ class EncoderRequests:
             # torch and vLLM raise these exceptions for inputs of an unexpected form.
             reply.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
         item.reply = reply
-        reply.add_done_callback(lambda _: self._reply_event.set())
+        reply.add_done_callback(lambda _: self.notify())

@@ -177,7 +177,7 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     assert metas[-1].saves == [("stored", 32)]
     [(rows, encoded_s)] = metas[0].encode_times
     assert (rows, encoded_s > 0) == (2, True)
-    [(size, copied_s)] = metas[0].copy_times
+    [(size, copied_s)] = metas[0].load_times
     assert (size, copied_s > 0) == (4, True)
     connector.shutdown()
 
