@@ -18,7 +18,7 @@ import torch
 from cornplug.checkpoints.families import FAMILIES, Modality
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
-from cornplug.encoder_service.formats.tensors import to_wire
+from cornplug.encoder_service.formats.tensors import view_as_wire
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.runtime import EngineRuntime
@@ -98,7 +98,7 @@ class MediaInputs:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)
-        return to_wire(value)
+        return view_as_wire(value)
 
 
 @dataclass(slots=True)
