@@ -51,6 +51,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "int64": torch.int64,
     "int32": torch.int32,
+    "uint8": torch.uint8,
     "bool": torch.bool,
 }
 FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
 from cornplug.checkpoints.families import FAMILIES, Modality
+from cornplug.checkpoints.model_family import PIXEL_NORM
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
-from cornplug.encoder_service.formats.tensors import view_as_wire
+from cornplug.encoder_service.formats.tensors import to_wire, view_as_wire
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.runtime import EngineRuntime
@@ -51,8 +53,9 @@ class MediaInputs:
     """Selects the tensors that a model's tower needs from vLLM's feature specs.
 
     For some model families, vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`), so processed pixels are raw uint8. In this case, pixels are normalised with
-    vLLM's own module, so that the encoder service gets the same inputs as the engine's tower.
+    (`mm_device_do_normalize`), so processed pixels are raw uint8. The service's towers of these families
+    normalise them in the same way, so the request contains a quarter of the bytes. For other towers, pixels
+    are normalised with vLLM's own module.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -68,6 +71,7 @@ class MediaInputs:
             )
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._input_names: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
+        self._sends_raw_pixels = family is not None and family.normalises_pixels
 
     def tower_inputs(self, feature: Any) -> dict[str, WireTensor]:
         """Return the tensors that the tower needs for one multimodal item, by name.
@@ -86,13 +90,23 @@ class MediaInputs:
         for name in wanted:
             element = feature.data.get(name)
             if element is not None and isinstance(element.data, torch.Tensor):
-                found[name] = self._to_wire_tensor(element.data)
+                if element.data.dtype == torch.uint8 and self._sends_raw_pixels:
+                    found[PIXEL_NORM] = to_wire(self._norm_parameters())
+                    found[name] = view_as_wire(element.data)
+                else:
+                    found[name] = self._to_wire_tensor(element.data)
         if not wanted or wanted[0] not in found:
             raise EncoderRefused(
                 f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
                 reason="no_inputs",
             )
         return found
+
+    def _norm_parameters(self) -> torch.Tensor:
+        """Return the factor and the summand of each channel, of shape (2, channels), in float32."""
+        if isinstance(self._norm, FusedMMInputNorm):
+            return torch.stack([self._norm.weight, self._norm.bias]).cpu()
+        return torch.tensor([[1.0], [0.0]])
 
     def _to_wire_tensor(self, value: torch.Tensor) -> WireTensor:
         if value.dtype == torch.uint8:
