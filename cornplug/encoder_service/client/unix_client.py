@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import selectors
 import socket
 import threading
@@ -25,10 +26,12 @@ from typing import Final, Self, cast
 
 import msgspec
 
+from cornplug.encoder_service.formats.engine_inputs import share_inputs
 from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_BYTES,
+    MAX_REQUEST_FRAME_BYTES,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
@@ -41,7 +44,7 @@ from cornplug.encoder_service.formats.messages import (
     check_user,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
-from cornplug.local_socket import FrameBuffer, encode_frame
+from cornplug.local_socket import FrameBuffer, SentMemory, encode_frame
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 """Pauses in seconds between attempts to reach a service. The last pause is repeated."""
@@ -67,7 +70,7 @@ class SocketEncoder:
         self._path = path
         self._secret = secret
         self._lock = threading.Lock()
-        self._frames = FrameBuffer(limit=MAX_FRAME_BYTES)
+        self._frames = FrameBuffer(limit=MAX_REQUEST_FRAME_BYTES, receive_limit=MAX_FRAME_BYTES)
         self._pending: dict[int, tuple[Future[Result], float]] = {}
         self._describe_ids: set[int] = set()
         self._ids = itertools.count(1)
@@ -85,9 +88,21 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request. This client chooses the request's `id`. Returns immediately."""
+        """Send one request. This client chooses the request's `id`. Returns when it has copied the request's
+        inputs to shared memory, which takes milliseconds for large images."""
+        refusal = self.refusal
+        memory: SentMemory | None = None
+        if refusal is None:
+            try:
+                request, memory = share_inputs(request)
+            except (OSError, ValueError) as e:
+                refusal = EncoderRefused(f"inputs: {e}", reason="bad_input")
+        if refusal is not None:
+            failed: Future[EncodeReply] = Future()
+            failed.set_exception(refusal)
+            return failed
         # For an EncodeRequest, `_handle_reply` sets only an EncodeReply as the future's result.
-        return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
+        return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s, memory))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
@@ -123,7 +138,9 @@ class SocketEncoder:
     ) -> None:
         self.close()
 
-    def _enqueue(self, request: Request, deadline_s: float) -> Future[Result]:
+    def _enqueue(
+        self, request: Request, deadline_s: float, memory: SentMemory | None = None
+    ) -> Future[Result]:
         future: Future[Result] = Future()
         with self._lock:
             number = next(self._ids)
@@ -135,10 +152,13 @@ class SocketEncoder:
                 else:
                     self._describe_ids.add(number)
                 try:
-                    self._frames.add(number, self._encode(request))
+                    self._frames.add(number, self._encode(request), memory)
+                    memory = None
                     self._pending[number] = (future, time.monotonic() + deadline_s)
                 except ValueError as e:
                     problem = EncoderRefused(f"inputs: {e}", reason="bad_input")
+        if memory is not None:
+            os.close(memory.fd)
         if problem is not None:
             _fail(future, problem)
         else:

@@ -1,0 +1,66 @@
+"""An embedding that is damaged after vLLM's scheduler half has leased it: the engine's tower encodes the
+image in the step for which the embedding was promised, on every rank, and the engine answers as it did
+before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from integration.faults import flip_everything
+from integration.stack import Stack, count, forget_prefixes, same_answers, services, settle_saves
+
+from devkit import checkpoints
+from devkit.engines import Answer, EngineServer, data_url, photos
+from devkit.vllm_beds import next_vllm
+
+IMAGES = [{"type": "image_url", "image_url": {"url": data_url(photos()[i].data)}} for i in range(2)]
+TEXT = {"type": "text", "text": "What is shown? Name the source, and keep to the question."}
+
+
+def ask(server: EngineServer, *content: dict[str, Any]) -> Answer:
+    return server.chat([{"role": "user", "content": [*content, TEXT]}], max_tokens=6, top_logprobs=5)
+
+
+@contextmanager
+def started(folder: Path, bed: str, *flags: str) -> Iterator[tuple[Stack, EngineServer]]:
+    """A store and one engine, without an encoder service: what the store lacks, the engine encodes."""
+    command = next_vllm() if bed.startswith("next-") else None
+    model = checkpoints.qwen2_vl(folder / "model")
+    with services(folder, {"m": model}, {}) as stack:
+        where: dict[str, Any] = {"bed": bed.removeprefix("next-"), "command": command}
+        # Without KV pages, each request needs its embeddings.
+        engine = stack.vllm("engine", "m", *flags, env={"CORNPLUG_ENGINE_SHARE_KV": "false"}, **where)
+        stack.start(engine=engine)
+        yield stack, engine
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("bed", "flags"), [("v1-one", ()), ("v1", ("--tensor-parallel-size", "2")), ("next-v2-gpu", ())]
+)
+def test_damaged_embedding_is_encoded_in_the_step_that_expected_it(
+    bed: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    with started(tmp_path, bed, *flags) as (stack, engine):
+        assert stack.store is not None
+        before = ask(engine, *IMAGES)
+        settle_saves(engine, stack.store)
+        for damaged in (False, True, False):
+            forget_prefixes(engine)
+            httpx.post(f"{engine.url}/reset_encoder_cache", trust_env=False, timeout=30).raise_for_status()
+            if damaged:
+                flip_everything(stack.store.pid)
+            hits = count(engine, "hits_total", kind="embedding", source="store")
+            lost = count(engine, "misses_total", kind="embedding", reason="corrupt")
+            same_answers([ask(engine, *IMAGES)], [before])
+            settle_saves(engine, stack.store)
+            found = (
+                count(engine, "hits_total", kind="embedding", source="store") - hits,
+                count(engine, "misses_total", kind="embedding", reason="corrupt") - lost,
+            )
+            assert found == ((0, 2) if damaged else (2, 0)), "damaged entries are deleted and saved again"
