@@ -3,7 +3,7 @@
     python cpu_packages.py OUT
 
 vLLM takes its CPU platform if its version ends in "+cpu". Packages of dev/ give it a Triton backend, a GPU's
-KV layout and native offloading, and SGLang its small kernels in pure Python. `without_c` replaces the compiled
+KV layout and native offloading, and SGLang its small kernels in Python. `without_c` replaces the compiled
 operators of vLLM's CPU build.
 """
 
