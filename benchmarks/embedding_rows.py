@@ -6,7 +6,7 @@ A store's daemon, the scheduler half here and two worker halves in processes of 
 message queue between them, as with --tensor-parallel-size 2. The scheduler reads or leases an entry, sends
 the metadata of a step, and is told when both workers have the rows in their encoder cache, in turns of one
 way after the other. With a lease, each worker copies and verifies the rows. Rows of 1 MiB (a small image) and
-88 MiB (the largest of Qwen3-VL: 5,632 tokens of 8,192 numbers in bfloat16). """
+88 MiB (the largest of Qwen3-VL: 5,632 tokens of 8,192 numbers in bfloat16)."""
 
 from __future__ import annotations
 

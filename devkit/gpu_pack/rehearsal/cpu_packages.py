@@ -3,8 +3,8 @@
     python cpu_packages.py OUT
 
 vLLM takes its CPU platform if its version ends in "+cpu". Packages of dev/ give it a Triton backend, a GPU's
-KV layout and native offloading, and SGLang its small kernels in pure Python. `without_c` replaces the
-compiled operators of vLLM's CPU build.
+KV layout and native offloading, and SGLang its small kernels in Python. `without_c` replaces the compiled
+operators of vLLM's CPU build.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ _IMPORTED = (
 def main() -> int:
     """Print what is taken. Raises where a module does not import or a flag is refused."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     from devkit.checkpoints import qwen2_text
@@ -27,6 +28,7 @@ def main() -> int:
     flags_on_gpu = importlib.import_module("gpu_sections.sides").GPU_SGLANG
     for name in _IMPORTED:
         importlib.import_module(name)
+    load_plugins()
     with tempfile.TemporaryDirectory() as name:
         model = str(qwen2_text(Path(name), dtype="bfloat16"))
         flags = ["--model-path", model, *flags_on_gpu, "--enable-cornplug"]
