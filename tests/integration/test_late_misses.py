@@ -18,7 +18,7 @@ from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, data_url, photos
 from devkit.vllm_beds import next_vllm
 
-IMAGES = [{"type": "image_url", "image_url": {"url": data_url(photos()[i].data)}} for i in range(2)]
+*IMAGES, OTHER = ({"type": "image_url", "image_url": {"url": data_url(photos()[i].data)}} for i in range(3))
 TEXT = {"type": "text", "text": "What is shown? Name the source, and keep to the question."}
 
 
@@ -34,7 +34,12 @@ def started(folder: Path, bed: str, *flags: str) -> Iterator[tuple[Stack, Engine
     with services(folder, {"m": model}, {}) as stack:
         where: dict[str, Any] = {"bed": bed.removeprefix("next-"), "command": command}
         # Without KV pages, each request needs its embeddings.
-        engine = stack.vllm("engine", "m", *flags, env={"CORNPLUG_ENGINE_SHARE_KV": "false"}, **where)
+        env = {
+            "CORNPLUG_ENGINE_SHARE_KV": "false",
+            "CORNPLUG_STORE_LOAD_WHEN": "always",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # A small machine has no cores of its own for each rank.
+        }
+        engine = stack.vllm("engine", "m", *flags, env=env, **where)
         stack.start(engine=engine)
         yield stack, engine
 
@@ -49,10 +54,13 @@ def test_damaged_embedding_is_encoded_in_the_step_that_expected_it(
     with started(tmp_path, bed, *flags) as (stack, engine):
         assert stack.store is not None
         before = ask(engine, *IMAGES)
+        ask(engine, OTHER)
         settle_saves(engine, stack.store)
-        for damaged in (False, True, False):
+        # Damaged entries are deleted when the step has ended, so the next request encodes and saves again.
+        for damaged, expected in ((False, (2, 0)), (True, (0, 2)), (False, (0, 0)), (False, (2, 0))):
             forget_prefixes(engine)
             httpx.post(f"{engine.url}/reset_encoder_cache", trust_env=False, timeout=30).raise_for_status()
+            ask(engine, OTHER)  # vLLM does not report the reset; the first encoded item shows it
             if damaged:
                 flip_everything(stack.store.pid)
             hits = count(engine, "hits_total", kind="embedding", source="store")
@@ -63,4 +71,4 @@ def test_damaged_embedding_is_encoded_in_the_step_that_expected_it(
                 count(engine, "hits_total", kind="embedding", source="store") - hits,
                 count(engine, "misses_total", kind="embedding", reason="corrupt") - lost,
             )
-            assert found == ((0, 2) if damaged else (2, 0)), "damaged entries are deleted and saved again"
+            assert found == expected
