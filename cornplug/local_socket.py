@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.private_paths import open_file, open_folder
@@ -95,19 +95,12 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-class SentMemory(NamedTuple):
-    """Memory whose descriptor is sent with a frame."""
-
-    fd: int
-    size_bytes: int
-
-
 @dataclass(slots=True)
 class _UnsentFrame:
     number: int
     whole: memoryview
-    memory: SentMemory | None
-    """Memory to send with the first byte of the frame. None if there is none, or if it was sent."""
+    fd: int | None
+    """Descriptor to send with the first byte of the frame. None if there is none, or if it was sent."""
 
 
 class FrameBuffer:
@@ -127,31 +120,34 @@ class FrameBuffer:
         self._receive_buffer = bytearray()
         self._received_fds: collections.deque[int] = collections.deque()
         self.unsent_bytes = 0
-        """Number of bytes in unsent frames, and in the memory of their descriptors."""
 
-    def add(self, number: int, body: bytes, memory: SentMemory | None = None) -> None:
-        """Queue a frame. `number` identifies the frame for `drop`. `memory` is sent with the frame, and its
-        descriptor is closed when it was sent or dropped. Raises ValueError if the body is too large. The
-        caller must then close the descriptor."""
+    def add(self, number: int, body: bytes, fd: int | None = None) -> None:
+        """Queue a frame. `number` identifies the frame for `drop`. `fd` is sent with the frame, and closed
+        when it was sent or dropped. Raises ValueError if the body is too large. The caller must then close
+        the descriptor."""
         whole = memoryview(encode_frame(body, limit=self._limit))
-        self._send_queue.append(_UnsentFrame(number, whole, memory))
-        self.unsent_bytes += len(whole) + (memory.size_bytes if memory is not None else 0)
+        self._send_queue.append(_UnsentFrame(number, whole, fd))
+        self.unsent_bytes += len(whole)
 
-    def drop(self, numbers: set[int]) -> None:
-        """Remove the frames with these numbers from the queue, except a frame that has been sent in part."""
+    def drop(self, numbers: set[int]) -> set[int]:
+        """Remove the frames with these numbers from the queue, except a frame that has been sent in part.
+        Return the numbers of the removed frames."""
+        dropped = set[int]()
         kept: collections.deque[_UnsentFrame] = collections.deque()
         for place, frame in enumerate(self._send_queue):
             if frame.number in numbers and not (place == 0 and self._first_sent_bytes):
                 self.unsent_bytes -= len(frame.whole)
-                self._release(frame)
+                _close_fd(frame)
+                dropped.add(frame.number)
             else:
                 kept.append(frame)
         self._send_queue = kept
+        return dropped
 
     def clear(self) -> None:
         """Discard all unsent and received data, for example after the end of a connection."""
         for frame in self._send_queue:
-            self._release(frame)
+            _close_fd(frame)
         while self._received_fds:
             os.close(self._received_fds.popleft())
         self._send_queue.clear()
@@ -168,13 +164,13 @@ class FrameBuffer:
             frame = self._send_queue[0]
             whole = frame.whole
             try:
-                if frame.memory is not None:
-                    sent = socket.send_fds(sock, [whole], [frame.memory.fd])
+                if frame.fd is not None:
+                    sent = socket.send_fds(sock, [whole], [frame.fd])
                 else:
                     sent = sock.send(whole[self._first_sent_bytes :])
             except BlockingIOError:
                 return
-            self._release(frame)
+            _close_fd(frame)
             self._first_sent_bytes += sent
             self.unsent_bytes -= sent
             if self._first_sent_bytes == len(whole):
@@ -220,12 +216,11 @@ class FrameBuffer:
             raise ProtocolError("a frame refers to a descriptor that was not sent")
         return self._received_fds.popleft()
 
-    def _release(self, frame: _UnsentFrame) -> None:
-        """Close the descriptor of a frame, if it is still open."""
-        if frame.memory is not None:
-            self.unsent_bytes -= frame.memory.size_bytes
-            os.close(frame.memory.fd)
-            frame.memory = None
+
+def _close_fd(frame: _UnsentFrame) -> None:
+    if frame.fd is not None:
+        os.close(frame.fd)
+        frame.fd = None
 
 
 # -- the peer --

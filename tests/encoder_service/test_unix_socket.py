@@ -36,11 +36,13 @@ from cornplug.encoder_service.formats.messages import (
     MAX_REQUEST_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeRequest,
+    EncodeRefusal,
     EncodeReply,
     EncodeRequest,
     EngineHandshake,
     Reply,
     ServiceChallenge,
+    ServiceHandshake,
 )
 from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
@@ -494,3 +496,39 @@ def test_client_refuses_inputs_above_the_limit(
         assert client.describe(20)
         assert reason(client.submit(request_for(qwen, 1))) == "bad_input"
         assert client.connected
+
+
+@pytest.mark.parametrize("limit", ["MAX_UNANSWERED_BYTES", "_MAX_UNANSWERED"])
+def test_client_bounds_the_memory_of_a_service_that_does_not_reply(
+    limit: str,
+    short_path: Path,
+    request_for: Requests,
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests that are late still count, because the service may map their memory. Replies end that."""
+    monkeypatch.setattr(unix_client, limit, 3)
+    requests, release = request_for(qwen, 1, deadline_s=0.05), threading.Event()
+
+    def act(connection: socket.socket) -> None:
+        service = ServiceHandshake(SECRET)
+        send(connection, service.create_challenge(receive_frame(connection, limit=1 << 20)))
+        service.check_proof(receive_frame(connection, limit=1 << 20))
+        release.wait(60)
+        for number in range(1, 2 if limit == "MAX_UNANSWERED_BYTES" else 4):
+            refusal = EncodeRefusal(id=number, reason="too_late", message="")
+            send(connection, msgspec.msgpack.encode(refusal))
+
+    impostor = Impostor(short_path / "i.sock", act)
+    with SocketEncoder(impostor.path, SECRET) as client:
+        eventually(lambda: client.connected)
+        sent = 1 if limit == "MAX_UNANSWERED_BYTES" else 3
+        for _ in range(sent):
+            assert reason(client.submit(requests)) == "encoder_timeout"
+        assert client.refusal is not None
+        with mock.patch.object(unix_client, "share_inputs") as share:
+            assert reason(client.submit(requests)) == "encoder_timeout"
+        share.assert_not_called()
+        release.set()
+        eventually(lambda: client.refusal is None)
+    impostor.listener.close()

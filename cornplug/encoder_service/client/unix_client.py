@@ -26,7 +26,7 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from cornplug.encoder_service.formats.engine_inputs import share_inputs
+from cornplug.encoder_service.formats.engine_inputs import SharedMemory, share_inputs
 from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
@@ -44,7 +44,7 @@ from cornplug.encoder_service.formats.messages import (
     check_user,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable, ProtocolError
-from cornplug.local_socket import FrameBuffer, SentMemory, encode_frame
+from cornplug.local_socket import FrameBuffer, encode_frame
 
 BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 """Pauses in seconds between attempts to reach a service. The last pause is repeated."""
@@ -53,6 +53,12 @@ THREAD_MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
 """Number of unsent bytes above which requests fail immediately. Otherwise a stopped service could make this
 process run out of memory."""
+MAX_UNANSWERED_BYTES: Final = 2 << 30
+"""Maximum number of bytes of inputs in shared memory that the service may still use. Above this limit,
+requests fail immediately. A late request's memory counts until the service has replied or disconnected."""
+_MAX_UNANSWERED: Final = 512
+"""Maximum number of requests whose inputs the service may still use. The kernel limits the descriptors in a
+socket's buffer."""
 
 Result = EncodeReply | DescribeReply
 
@@ -72,6 +78,8 @@ class SocketEncoder:
         self._lock = threading.Lock()
         self._frames = FrameBuffer(limit=MAX_REQUEST_FRAME_BYTES, receive_limit=MAX_FRAME_BYTES)
         self._pending: dict[int, tuple[Future[Result], float]] = {}
+        self._shared_bytes: dict[int, int] = {}
+        """Bytes of the inputs in shared memory, by the id of a request without a reply."""
         self._describe_ids: set[int] = set()
         self._ids = itertools.count(1)
         self._last_id = 0
@@ -91,7 +99,7 @@ class SocketEncoder:
         """Send one request. This client chooses the request's `id`. Returns when it has copied the request's
         inputs to shared memory, which takes milliseconds for large images."""
         refusal = self.refusal
-        memory: SentMemory | None = None
+        memory: SharedMemory | None = None
         if refusal is None:
             try:
                 request, memory = share_inputs(request)
@@ -139,7 +147,7 @@ class SocketEncoder:
         self.close()
 
     def _enqueue(
-        self, request: Request, deadline_s: float, memory: SentMemory | None = None
+        self, request: Request, deadline_s: float, memory: SharedMemory | None = None
     ) -> Future[Result]:
         future: Future[Result] = Future()
         with self._lock:
@@ -152,8 +160,9 @@ class SocketEncoder:
                 else:
                     self._describe_ids.add(number)
                 try:
-                    self._frames.add(number, self._encode(request), memory)
-                    memory = None
+                    self._frames.add(number, self._encode(request), None if memory is None else memory.fd)
+                    if memory is not None:
+                        self._shared_bytes[number], memory = memory.size_bytes, None
                     self._pending[number] = (future, time.monotonic() + deadline_s)
                 except ValueError as e:
                     problem = EncoderRefused(f"inputs: {e}", reason="bad_input")
@@ -170,7 +179,12 @@ class SocketEncoder:
             return self._down_error("no service responds")
         if self._connect_error is not None:
             return EncoderUnavailable(str(self._connect_error), reason=self._connect_error.reason)
-        if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
+        shared = self._shared_bytes
+        if (
+            self._frames.unsent_bytes > MAX_OUTBOX_BYTES
+            or len(shared) >= _MAX_UNANSWERED
+            or sum(shared.values()) > MAX_UNANSWERED_BYTES
+        ):
             return EncoderUnavailable(
                 f"the service at {self._path} does not read from its socket", reason="encoder_timeout"
             )
@@ -287,6 +301,7 @@ class SocketEncoder:
                 _succeed(future, reply)
             return
         with self._lock:
+            self._shared_bytes.pop(reply.id, None)
             found = self._pending.pop(reply.id, None)
             if found is None and not 0 < reply.id <= self._last_id:
                 raise ProtocolError(f"reply to unknown request id {reply.id}")
@@ -313,7 +328,8 @@ class SocketEncoder:
             for n in gone:
                 del self._pending[n]
             if late or gone:
-                self._frames.drop(late | gone)
+                for n in self._frames.drop(late | gone):
+                    self._shared_bytes.pop(n, None)
                 self._describe_ids -= late | gone
         for future in expired:
             _fail(
@@ -327,6 +343,7 @@ class SocketEncoder:
             failed = [future for future, _ in self._pending.values()]
             self._pending.clear()
             self._describe_ids.clear()
+            self._shared_bytes.clear()
             self._frames.clear()
         for future in failed:
             _fail(future, error)

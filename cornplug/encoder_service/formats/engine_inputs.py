@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import msgspec
 
@@ -23,14 +23,20 @@ from cornplug.encoder_service.formats.messages import (
 )
 from cornplug.encoder_service.formats.sealed_memory import create_memfd, seal_and_map
 from cornplug.errors import ProtocolError
-from cornplug.local_socket import SentMemory
 
 _MIN_SHARED_BYTES: Final = 4096
 """Minimum bytes of an input for which a request uses shared memory. Smaller inputs are in the frame."""
 _ALIGN_BYTES: Final = 64
 
 
-def share_inputs(request: EncodeRequest) -> tuple[EncodeRequest, SentMemory | None]:
+class SharedMemory(NamedTuple):
+    """Memory with the inputs of one request."""
+
+    fd: int
+    size_bytes: int
+
+
+def share_inputs(request: EncodeRequest) -> tuple[EncodeRequest, SharedMemory | None]:
     """Move a request's large inputs to shared memory. Return (request, memory to send with its frame). The
     memory is None if all inputs are small.
 
@@ -46,7 +52,7 @@ def share_inputs(request: EncodeRequest) -> tuple[EncodeRequest, SentMemory | No
         end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
     if end > MAX_SHARED_BYTES:
         raise ValueError(f"{end} bytes, the limit is {MAX_SHARED_BYTES}")
-    memory = SentMemory(create_memfd(_padded(list(large.values()))), end)
+    memory = SharedMemory(create_memfd(_padded(list(large.values()))), end)
     small = {name: tensor for name, tensor in request.inputs.items() if name not in large}
     return msgspec.structs.replace(request, inputs=small, shared=shared), memory
 
