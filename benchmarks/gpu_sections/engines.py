@@ -22,7 +22,8 @@ from gpu_sections.sides import Size
 
 _SIZE: Final = Size(tokens=2048, kv_gib=2)
 _WORTH_KEEPING: Final = re.compile(
-    r"V\d model runner|attention backend|FlashAttention version|asynchronous scheduling|cornplug|error:",
+    r"V\d model runner|Using \S+ attention backend|FlashAttention version|Asynchronous scheduling|"
+    r"\bcornplug(:| is )|Error: ",
     re.IGNORECASE,
 )
 _FIRST_TOKEN_LOGPROB: Final = 0.25
@@ -120,4 +121,4 @@ def _installed(engine: str) -> bool:
 def _excerpt(log: Path) -> Sequence[str]:
     """Lines that name the runner, the attention backend, cornplug's verdict, and errors."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return list(dict.fromkeys(line[-200:] for line in lines if _WORTH_KEEPING.search(line)))[:12]
+    return list(dict.fromkeys(line[:300] for line in lines if _WORTH_KEEPING.search(line)))[:12]

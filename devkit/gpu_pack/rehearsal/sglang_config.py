@@ -33,9 +33,11 @@ def main() -> int:
         model = str(qwen2_text(Path(name), dtype="bfloat16"))
         flags = ["--model-path", model, *flags_on_gpu, "--enable-cornplug"]
         args = prepare_server_args(flags)
-    for what in ("device", "attention_backend", "sampling_backend", "enable_hierarchical_cache"):
-        print(f"rehearse-gpu: SGLang, {what}: {getattr(args, what)}")
-    return int(args.device != "cuda" or not args.enable_hierarchical_cache)
+        args.resolve_once()
+        found = args.resolved_dict()
+    for what in ("device", "attention_backend", "sampling_backend", "hicache_storage_backend"):
+        print(f"rehearse-gpu: SGLang, {what}: {found[what]}")
+    return int(found["device"] != "cuda" or not found["enable_hierarchical_cache"])
 
 
 if __name__ == "__main__":
