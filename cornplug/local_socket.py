@@ -21,19 +21,18 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from cornplug.errors import ConfigError, ProtocolError, SocketInUse
 from cornplug.private_paths import open_file, open_folder
-
-if TYPE_CHECKING:
-    from asyncio import StreamReader
 
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
 """Layout of Linux's `struct ucred`: pid, uid and gid."""
 _CHUNK_BYTES: Final = 1 << 20
+_FD_BYTES: Final = 4
 _BACKLOG: Final = 128
 _RETRY_S: Final = 0.05
 _REFRESH_S: Final = 3600.0
@@ -80,24 +79,6 @@ def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
     return _receive_exactly(sock, _check_length(size, limit))
 
 
-async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
-    """Read a frame from a stream and return its body.
-
-    Raises ProtocolError if the length is 0 or above `limit`, and IncompleteReadError at the end of the
-    stream.
-    """
-    return await reader.readexactly(await read_frame_length(reader, limit=limit))
-
-
-async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
-    """Read the length of the next frame's body from a stream.
-
-    Raises the same errors as `read_frame`.
-    """
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return _check_length(size, limit)
-
-
 def _check_length(size: int, limit: int) -> int:
     if not 0 < size <= limit:
         raise ProtocolError(f"frame has {size} bytes, must be between 1 and {limit}")
@@ -114,39 +95,61 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
+@dataclass(slots=True)
+class _UnsentFrame:
+    number: int
+    whole: memoryview
+    fd: int | None
+    """Descriptor to send with the first byte of the frame. None if there is none, or if it was sent."""
+
+
 class FrameBuffer:
     """Buffers unsent and partially received frames of a non-blocking socket. Not thread-safe.
 
     Args:
         limit: Maximum size of a body in bytes, in both directions.
+        receive_limit: Maximum size of a received body in bytes, if it differs.
+        max_fds: Maximum number of received descriptors that `take_fd` has not returned yet.
     """
 
-    def __init__(self, *, limit: int) -> None:
-        self._limit = limit
-        self._send_queue: collections.deque[tuple[int, memoryview]] = collections.deque()
+    def __init__(self, *, limit: int, receive_limit: int | None = None, max_fds: int = 0) -> None:
+        self.receive_limit = limit if receive_limit is None else receive_limit
+        self._limit, self._max_fds = limit, max_fds
+        self._send_queue: collections.deque[_UnsentFrame] = collections.deque()
         self._first_sent_bytes = 0
         self._receive_buffer = bytearray()
+        self._received_fds: collections.deque[int] = collections.deque()
         self.unsent_bytes = 0
 
-    def add(self, number: int, body: bytes) -> None:
-        """Queue a frame. `number` identifies the frame for `drop`. Raises ValueError if the body is too
-        large."""
+    def add(self, number: int, body: bytes, fd: int | None = None) -> None:
+        """Queue a frame. `number` identifies the frame for `drop`. `fd` is sent with the frame, and closed
+        when it was sent or dropped. Raises ValueError if the body is too large. The caller must then close
+        the descriptor."""
         whole = memoryview(encode_frame(body, limit=self._limit))
-        self._send_queue.append((number, whole))
+        self._send_queue.append(_UnsentFrame(number, whole, fd))
         self.unsent_bytes += len(whole)
 
-    def drop(self, numbers: set[int]) -> None:
-        """Remove the frames with these numbers from the queue, except a frame that has been sent in part."""
-        kept: collections.deque[tuple[int, memoryview]] = collections.deque()
-        for place, (number, whole) in enumerate(self._send_queue):
-            if number in numbers and not (place == 0 and self._first_sent_bytes):
-                self.unsent_bytes -= len(whole)
+    def drop(self, numbers: set[int]) -> set[int]:
+        """Remove the frames with these numbers from the queue, except a frame that has been sent in part.
+        Return the numbers of the removed frames."""
+        dropped = set[int]()
+        kept: collections.deque[_UnsentFrame] = collections.deque()
+        for place, frame in enumerate(self._send_queue):
+            if frame.number in numbers and not (place == 0 and self._first_sent_bytes):
+                self.unsent_bytes -= len(frame.whole)
+                _close_fd(frame)
+                dropped.add(frame.number)
             else:
-                kept.append((number, whole))
+                kept.append(frame)
         self._send_queue = kept
+        return dropped
 
     def clear(self) -> None:
         """Discard all unsent and received data, for example after the end of a connection."""
+        for frame in self._send_queue:
+            _close_fd(frame)
+        while self._received_fds:
+            os.close(self._received_fds.popleft())
         self._send_queue.clear()
         self._receive_buffer.clear()
         self._first_sent_bytes = 0
@@ -158,11 +161,16 @@ class FrameBuffer:
         Raises OSError if the connection is closed.
         """
         while self._send_queue:
-            whole = self._send_queue[0][1]
+            frame = self._send_queue[0]
+            whole = frame.whole
             try:
-                sent = sock.send(whole[self._first_sent_bytes :])
+                if frame.fd is not None:
+                    sent = socket.send_fds(sock, [whole], [frame.fd])
+                else:
+                    sent = sock.send(whole[self._first_sent_bytes :])
             except BlockingIOError:
                 return
+            _close_fd(frame)
             self._first_sent_bytes += sent
             self.unsent_bytes -= sent
             if self._first_sent_bytes == len(whole):
@@ -170,20 +178,49 @@ class FrameBuffer:
                 self._first_sent_bytes = 0
 
     def receive(self, sock: socket.socket) -> Iterator[bytes]:
-        """Receive data and yield the bodies of all complete frames.
+        """Yield the bodies of all complete frames, first of data that was received earlier.
 
         Raises ProtocolError if a length is invalid, ConnectionResetError if the peer closed the connection,
         and OSError if the connection failed.
         """
+        yield from self._pop_frames()
         try:
-            data = sock.recv(_CHUNK_BYTES)
+            data = self._receive_with_fds(sock) if self._max_fds else sock.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return
         if not data:
             raise ConnectionResetError("connection closed by the peer")
+        if len(self._received_fds) > self._max_fds:
+            raise ProtocolError(f"more than {self._max_fds} descriptors without their frames")
         self._receive_buffer += data
-        while (body := pop_frame(self._receive_buffer, limit=self._limit)) is not None:
+        yield from self._pop_frames()
+
+    def _receive_with_fds(self, sock: socket.socket) -> bytes:
+        # `socket.recv_fds` ignores its flags (Python 3.11), so child processes would inherit the descriptors.
+        space = socket.CMSG_SPACE(self._max_fds * _FD_BYTES)
+        data, extra, _, _ = sock.recvmsg(_CHUNK_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, packed in extra:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                count = len(packed) // _FD_BYTES
+                self._received_fds.extend(struct.unpack(f"{count}i", packed[: count * _FD_BYTES]))
+        return data
+
+    def _pop_frames(self) -> Iterator[bytes]:
+        while (body := pop_frame(self._receive_buffer, limit=self.receive_limit)) is not None:
             yield body
+
+    def take_fd(self) -> int:
+        """Return the next received descriptor, which the caller must close. Descriptors arrive no later than
+        their frames, in the same order. Raises ProtocolError if there is none."""
+        if not self._received_fds:
+            raise ProtocolError("a frame refers to a descriptor that was not sent")
+        return self._received_fds.popleft()
+
+
+def _close_fd(frame: _UnsentFrame) -> None:
+    if frame.fd is not None:
+        os.close(frame.fd)
+        frame.fd = None
 
 
 # -- the peer --

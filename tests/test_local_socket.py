@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -26,7 +26,6 @@ from cornplug.local_socket import (
     encode_frame,
     foreign_peer_uid,
     pop_frame,
-    read_frame,
     receive_frame,
 )
 from cornplug.store import messages as store_messages
@@ -152,15 +151,8 @@ def test_take_frame_length_out_of_bounds_is_a_protocol_error(
 ) -> None:
     head = struct.pack("<I", size)
 
-    async def stream() -> bytes:
-        reader = asyncio.StreamReader()
-        reader.feed_data(head)
-        return await read_frame(reader, limit=9)
-
     with pytest.raises(ProtocolError, match=f"{size} bytes, must be between 1 and 9"):
         pop_frame(bytearray(head), limit=9)
-    with pytest.raises(ProtocolError):
-        asyncio.run(stream())
     for _ in range(2):
         pair[1].sendall(head)
     with pytest.raises(ProtocolError):
@@ -176,6 +168,40 @@ def test_receive_frame_end_inside_a_frame_is_a_reset(pair: tuple[socket.socket, 
     assert receive_frame(left, limit=9) == b"whole"
     with pytest.raises(ConnectionResetError):
         receive_frame(left, limit=9)
+
+
+def test_frame_buffer_descriptors_arrive_in_order_and_are_closed(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    left, right = pair
+    sender, receiver = FrameBuffer(limit=1 << 20), FrameBuffer(limit=1 << 20, max_fds=4)
+    fds = [os.memfd_create(name) for name in ("a", "b", "c")]
+    inodes = [os.fstat(fd).st_ino for fd in fds]
+    for number, fd in enumerate([None, *fds]):
+        sender.add(number, bytes([number]) * (1 << 10), fd)
+    assert sender.unsent_bytes == 4 * (4 + (1 << 10))
+    assert sender.drop({2, 9}) == {2}
+    sender.send(right)
+    assert sender.unsent_bytes == 0
+    received = []
+    while len(received) < 3:
+        received += [body[0] for body in receiver.receive(left)]
+    assert received == [0, 1, 3]
+    received_fds = [receiver.take_fd() for _ in range(2)]
+    assert [os.fstat(one).st_ino for one in received_fds] == [inodes[0], inodes[2]]
+    assert not any(map(os.get_inheritable, received_fds))
+    with pytest.raises(ProtocolError):
+        receiver.take_fd()
+    for one in received_fds:
+        os.close(one)
+    kept = [link for link in map(_memfd_name, os.listdir("/proc/self/fd")) if link in ("a", "b", "c")]
+    assert kept == [], "the sender has closed its own"
+
+
+def _memfd_name(fd: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}").removeprefix("/memfd:").removesuffix(" (deleted)")
+    return ""
 
 
 def test_frame_buffer_dropped_frame_is_not_sent_once_begun_it_is(

@@ -22,11 +22,11 @@ from gpu_sections.figures import Figures
 from gpu_sections.sides import Size
 
 _LENGTHS: Final = {"2k": 2000, "8k": 8000, "32k": 32000}
-_SMALL_LENGTHS: Final = {"200": 200, "600": 600}
+_SMALL_LENGTHS: Final = {"600": 600, "1200": 1200}
 _WARM_UP_TOKENS: Final = 700
 _SIZE: Final = Size(tokens=34816, kv_gib=12, requests=4)
 _SMALL_SIZE: Final = Size(tokens=2048, kv_gib=1, requests=4)
-_OFFLOADED_GIB: Final = 16
+_OFFLOADED_GIB: Final = 20
 STOCK, CORNPLUG, NATIVE = "stock", "cornplug", "native offloading"
 
 

@@ -26,7 +26,8 @@ _PLAIN_TORCH: Final = ("--compilation-config", '{"mode": 0, "custom_ops": ["none
 # FlashInfer and SGLang's compiled attention are not in the archive of script/gpu-pack.
 GPU_SGLANG: Final = (
     *("--dtype", "bfloat16", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--mem-fraction-static", "0.3"),
+    # SGLang cannot size its host memory itself in every container, and then shares no KV.
+    *("--disable-cuda-graph", "--mem-fraction-static", "0.3", "--hicache-size", "8"),
 )
 
 

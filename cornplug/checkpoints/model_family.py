@@ -98,6 +98,9 @@ PRECISION_VARIABLES: Final = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Environment variables that change the precision of torch's libraries."""
+PIXEL_NORM: Final = "pixel_norm"
+"""Name of the input (2, channels) with which a tower normalises raw pixels: a factor and a summand for each
+channel."""
 USUAL_NUMERIC_CLASS: Final = "any"
 """Numeric class of a process that sets none of these variables."""
 
@@ -190,6 +193,8 @@ class ModelFamily:
     """Function that returns whether a tower tensor, by published name, can affect a modality's embeddings."""
     generic: bool = False
     """Whether transformers' own class computes the tower (`generic_family.py`)."""
+    normalises_pixels: bool = False
+    """Whether the tower also takes raw uint8 pixels, with `PIXEL_NORM` as an additional input."""
 
     @property
     def first_modality(self) -> Modality:

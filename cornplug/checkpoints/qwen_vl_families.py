@@ -116,6 +116,7 @@ QWEN2_VL: Final = ModelFamily(
     name="qwen2_vl",
     tower_class="qwen2_vl:Qwen2Vl",
     inputs=_INPUTS,
+    normalises_pixels=True,
     tower_prefixes=("visual.", "model.visual."),
     projector_prefixes=("visual.merger.", "model.visual.merger."),
     language_model_prefixes=_LANGUAGE_MODEL,

@@ -1,5 +1,9 @@
 """Unix socket server for this user's engines on this host: a handshake, then frames of `formats/messages.py`.
 
+The large inputs of a request arrive in shared memory (`formats/engine_inputs.py`), whose descriptor asyncio's
+streams would drop. Therefore a connection reads its socket itself, when the event loop reports that it is
+readable.
+
 A connection that sends invalid bytes is closed. Other connections are not affected. When a client
 disconnects, its requests are cancelled, so that no tower runs for them.
 """
@@ -9,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 import msgspec
 
 from cornplug.encoder_service.batcher import EncodeResult
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.formats.engine_inputs import map_inputs
 from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_BYTES,
+    MAX_REQUEST_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeReply,
     DescribeRequest,
@@ -31,15 +38,14 @@ from cornplug.encoder_service.formats.messages import (
     UntrustedPeer,
 )
 from cornplug.errors import ProtocolError
-from cornplug.local_socket import encode_frame, foreign_peer_uid, read_frame, read_frame_length
+from cornplug.local_socket import FrameBuffer, foreign_peer_uid
 
-_LARGE_BYTES: Final = 256 << 10
-"""Size in bytes above which a frame is decoded on a separate thread."""
-_MAX_LARGE_FRAMES: Final = 4
-"""Maximum number of large frames (at most MAX_FRAME_BYTES each) in memory at a time, over all connections."""
-FRAME_TIMEOUT_S: Final = 30.0
-"""Maximum seconds to receive a large frame. An engine that stops in the middle of a frame occupies one of the
-`_MAX_LARGE_FRAMES` slots no longer than this."""
+_MAX_FDS: Final = 16
+"""Maximum number of descriptors that one connection may send before the end of their frames."""
+_MAX_UNSENT_BYTES: Final = 64 << 10
+"""Number of unsent bytes of replies above which a connection reads no further requests."""
+_ACCEPT_RETRY_S: Final = 1.0
+"""Pause in seconds after an error while accepting connections, for example if no descriptor is free."""
 
 log = logging.getLogger(__name__)
 
@@ -51,123 +57,134 @@ class UnixServer:
         self._encoder = encoder
         self._secret = secret
         self._listener = listener
-        self._server: asyncio.Server | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._frames = _FrameReader()
 
     async def start(self) -> None:
         """Start accepting connections."""
         # Duplicate the descriptor, because `SocketClaim` closes the original when it recreates the socket.
-        self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
+        self._accepting = asyncio.create_task(self._accept(self._listener.dup()))
 
     async def replace_listener(self, listener: socket.socket) -> None:
         """Accept new connections on `listener` instead. Open connections continue."""
         if listener is not self._listener:
-            before, self._listener = self._server, listener
+            self.stop_accepting()
+            self._listener = listener
             await self.start()
-            if before is not None:
-                before.close()
 
     def stop_accepting(self) -> None:
         """Stop accepting new connections. Open connections continue."""
-        if self._server is not None:
-            self._server.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
 
     async def close(self) -> None:
         """Close every connection."""
         self.stop_accepting()
         for task in self._connections:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        self._frames.close()
+        tasks = [*self._connections, *([self._accepting] if self._accepting is not None else [])]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        with listener:
+            while True:
+                try:
+                    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError as e:
+                    log.warning("cannot accept a connection: %s", e)
+                    await asyncio.sleep(_ACCEPT_RETRY_S)
+                    continue
+                task = asyncio.create_task(self._serve(sock))
+                self._connections.add(task)
+                task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        connection = _Connection(self._encoder, sock)
         try:
-            if (uid := foreign_peer_uid(writer.get_extra_info("socket"))) is not None:
+            if (uid := foreign_peer_uid(sock)) is not None:
                 log.warning("refused a connection from user %d", uid)
-                return
-            if not await _shake_hands(reader, writer, ServiceHandshake(self._secret)):
-                return
-            await _Connection(self._encoder, self._frames, reader, writer).run()
-        except (ConnectionError, asyncio.IncompleteReadError):
+            elif await connection.shake_hands(ServiceHandshake(self._secret)):
+                await connection.run()
+        except OSError:
             pass  # The client has disconnected.
-        except asyncio.CancelledError:
-            pass  # `close` cancelled the task. asyncio (3.11) would log a cancelled task as an error.
         finally:
-            writer.close()
-
-
-class _FrameReader:
-    """Reads requests from all connections, and limits the memory for large frames. Use it from one event
-    loop."""
-
-    def __init__(self) -> None:
-        self._decode = msgspec.msgpack.Decoder(Request).decode
-        self._large = asyncio.Semaphore(_MAX_LARGE_FRAMES)
-        self._threads = ThreadPoolExecutor(1, "cornplug-frames")
-
-    async def read_request(self, reader: asyncio.StreamReader) -> Request:
-        """Read the next request from a connection.
-
-        Raises ProtocolError, msgspec.MsgspecError and RecursionError for invalid bytes, and
-        IncompleteReadError at the end of the stream.
-        """
-        size = await read_frame_length(reader, limit=MAX_FRAME_BYTES)
-        if size <= _LARGE_BYTES:
-            return self._decode(await reader.readexactly(size))
-        async with self._large:
-            try:
-                async with asyncio.timeout(FRAME_TIMEOUT_S):
-                    body = await reader.readexactly(size)
-            except TimeoutError:
-                raise ProtocolError(
-                    f"a frame of {size} bytes did not arrive within {FRAME_TIMEOUT_S:g} s"
-                ) from None
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, body)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
+            connection.close()
 
 
 class _Connection:
-    def __init__(
-        self,
-        encoder: EncoderCore,
-        frames: _FrameReader,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, encoder: EncoderCore, sock: socket.socket) -> None:
+        sock.setblocking(False)
         self._encoder = encoder
-        self._frames = frames
-        self._reader = reader
-        self._writer = writer
+        self._socket = sock
+        self._frames = FrameBuffer(limit=MAX_FRAME_BYTES, receive_limit=MAX_HANDSHAKE_BYTES, max_fds=_MAX_FDS)
         self._loop = asyncio.get_running_loop()
+        self._decode = msgspec.msgpack.Decoder(Request).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._pending: set[Future[EncodeResult]] = set()
+        self._sent = asyncio.Event()
+        self._sent.set()
+        """Set while at most `_MAX_UNSENT_BYTES` are unsent."""
+        self._closed = False
+
+    async def shake_hands(self, handshake: ServiceHandshake) -> bool:
+        """Return whether the engine has proved in time that it has the secret."""
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                self._send(handshake.create_challenge(await self._next_frame()))
+                handshake.check_proof(await self._next_frame())
+        except TimeoutError:
+            log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
+        except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:
+            log.warning(
+                "closed a connection: the engine has another secret or another protocol version: %s", e
+            )
+        else:
+            self._frames.receive_limit = MAX_REQUEST_FRAME_BYTES
+            return True
+        return False
 
     async def run(self) -> None:
+        """Reply to requests until the client disconnects. Raises OSError."""
+        while True:
+            try:
+                self._handle_request(self._decode(await self._next_frame()))
+            except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
+                log.warning("closed a connection: invalid message: %s", e)
+                return
+            # Read no further requests until the client has read its replies.
+            await self._sent.wait()
+
+    def close(self) -> None:
+        """Close the connection, and cancel its requests."""
+        self._closed = True
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._frames.clear()
+        for future in tuple(self._pending):
+            future.cancel()
+
+    async def _next_frame(self) -> bytes:
+        # Take one frame at a time, because the first frame after the handshake has another limit.
+        while (body := next(self._frames.receive(self._socket), None)) is None:
+            await self._wait_readable()
+        return body
+
+    async def _wait_readable(self) -> None:
+        ready = self._loop.create_future()
+        self._loop.add_reader(self._socket, _set_once(ready))
         try:
-            while True:
-                try:
-                    request = await self._frames.read_request(self._reader)
-                except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
-                    log.warning("closed a connection: invalid message: %s", e)
-                    return
-                self._handle_request(request)
-                # Read no further requests until the client has read its replies.
-                await self._writer.drain()
+            await ready
         finally:
-            for future in tuple(self._pending):
-                future.cancel()
+            self._loop.remove_reader(self._socket)
 
     def _handle_request(self, request: DescribeRequest | EncodeRequest) -> None:
         if isinstance(request, DescribeRequest):
-            self._send(DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served_models()))
+            models = self._encoder.registry.served_models()
+            self._send(self._encode(DescribeReply(version=PROTOCOL_VERSION, models=models)))
             return
+        if request.shared:
+            request = map_inputs(request, self._frames.take_fd())
         future = self._encoder.submit(request)
         self._pending.add(future)
         future.add_done_callback(self._on_result)
@@ -178,30 +195,34 @@ class _Connection:
 
     def _send_result(self, future: Future[EncodeResult]) -> None:
         self._pending.discard(future)
-        if not future.cancelled() and not self._writer.is_closing():
-            reply = future.result()
+        if not future.cancelled() and not self._closed:
+            reply: Reply = future.result()
             try:
-                self._send(reply)
+                self._send(self._encode(reply))
             except ValueError as e:  # The embedding is not in a store and is larger than a frame.
-                self._send(EncodeRefusal(id=reply.id, reason="internal", message=str(e)))
+                refusal = EncodeRefusal(id=future.result().id, reason="internal", message=str(e))
+                self._send(self._encode(refusal))
 
-    def _send(self, reply: Reply) -> None:
-        self._writer.write(encode_frame(self._encode(reply), limit=MAX_FRAME_BYTES))
+    def _send(self, body: bytes) -> None:
+        """Send a frame when the socket accepts it. Raises ValueError if it is too large."""
+        self._frames.add(0, body)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._frames.send(self._socket)
+        except OSError:
+            # The client has disconnected. `run` ends when it reads the socket again.
+            self._frames.clear()
+        if self._frames.unsent_bytes:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+        if self._frames.unsent_bytes > _MAX_UNSENT_BYTES:
+            self._sent.clear()
+        else:
+            self._sent.set()
 
 
-async def _shake_hands(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: ServiceHandshake
-) -> bool:
-    """Return whether the engine has proved in time that it has the secret."""
-    try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-            challenge = handshake.create_challenge(await read_frame(reader, limit=MAX_HANDSHAKE_BYTES))
-            writer.write(encode_frame(challenge, limit=MAX_HANDSHAKE_BYTES))
-            handshake.check_proof(await read_frame(reader, limit=MAX_HANDSHAKE_BYTES))
-    except TimeoutError:
-        log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
-    except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:
-        log.warning("closed a connection: the engine has another secret or another protocol version: %s", e)
-    else:
-        return True
-    return False
+def _set_once(future: asyncio.Future[None]) -> Callable[[], None]:
+    return lambda: None if future.done() else future.set_result(None)

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from cornplug.codec import ITEM_BYTES, PayloadKind
-from cornplug.encoder_service.formats.messages import EncodeReply
+from cornplug.encoder_service.formats.messages import EncodeReply, WireTensor
 from cornplug.encoder_service.formats.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EngineRuntime
@@ -204,25 +204,34 @@ class EmbeddingPublisher:
         """Size in bytes of each embedding in the queue."""
 
     def enqueue(
-        self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, wait_s: float = 0.0
+        self,
+        key: bytes,
+        embedding: torch.Tensor | WireTensor,
+        *,
+        cost_s: float = 0.0,
+        wait_s: float = 0.0,
+        on_end: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         """Queue an embedding of shape (rows, hidden), on any device, to be saved. Waits at most `wait_s`.
 
         Args:
             cost_s: Seconds that this engine's tower needs to compute the embedding, or 0 if not measured.
             wait_s: Maximum seconds to wait if the queue is full.
+            on_end: Called once with the outcome, from any thread.
         """
-        if not self._reserve_queue_bytes(embedding.nbytes):
+        size = _size_bytes(embedding)
+        if not self._reserve_queue_bytes(size):
             if wait_s:
                 self.flush(wait_s)
-            if not wait_s or not self._reserve_queue_bytes(embedding.nbytes):
+            if not wait_s or not self._reserve_queue_bytes(size):
                 self._report("busy", 0)
+                on_end("busy")
                 return
         mark = None
-        if embedding.is_cuda:
+        if isinstance(embedding, torch.Tensor) and embedding.is_cuda:
             mark = torch.cuda.Event()
             mark.record()
-        self._thread.submit(self._save, key, embedding, mark, min(cost_s, MAX_COST_S))
+        self._thread.submit(self._save, key, embedding, mark, min(cost_s, MAX_COST_S), on_end)
 
     def _reserve_queue_bytes(self, size_bytes: int) -> bool:
         with self._lock:
@@ -240,14 +249,24 @@ class EmbeddingPublisher:
         """Finish the current save and drop all queued embeddings."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _save(self, key: bytes, embedding: torch.Tensor, ready_event: Any, cost_s: float) -> None:
+    def _save(
+        self,
+        key: bytes,
+        embedding: torch.Tensor | WireTensor,
+        ready_event: Any,
+        cost_s: float,
+        on_end: Callable[[str], None],
+    ) -> None:
         outcome, size = "error", 0
         try:
-            if ready_event is not None:
-                # A new thread uses device 0 by default, and would create a CUDA context there.
-                torch.cuda.set_device(embedding.device)
-                ready_event.synchronize()
-            payload = raw_bytes(embedding)
+            if isinstance(embedding, WireTensor):
+                payload, dtype = memoryview(embedding.data), embedding.dtype
+            else:
+                if ready_event is not None:
+                    # A new thread uses device 0 by default, and would create a CUDA context there.
+                    torch.cuda.set_device(embedding.device)
+                    ready_event.synchronize()
+                payload, dtype = raw_bytes(embedding), dtype_name(embedding.dtype)
             size = payload.nbytes
             outcome = put_payload(
                 self._runtime.store,
@@ -255,7 +274,7 @@ class EmbeddingPublisher:
                     payload,
                     PayloadKind.EMBEDDING,
                     key=key,
-                    dtype=dtype_name(embedding.dtype),
+                    dtype=dtype,
                     shape=tuple(embedding.shape),
                 ),
                 app=self._runtime.app,
@@ -267,5 +286,10 @@ class EmbeddingPublisher:
             outcome = e.reason
         finally:
             with self._lock:
-                self._queued_sizes.remove(embedding.nbytes)
+                self._queued_sizes.remove(_size_bytes(embedding))
             self._report(outcome, size)
+            on_end(outcome)
+
+
+def _size_bytes(embedding: torch.Tensor | WireTensor) -> int:
+    return len(embedding.data) if isinstance(embedding, WireTensor) else embedding.nbytes

@@ -174,16 +174,11 @@ class FetchRule:
     def __init__(self, when: LoadWhen, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
         self._read_rate = EwmaRate(clock)
-        self._copy_rate = EwmaRate(clock)
         self._encode_rate = EwmaRate(clock)
 
     def record_read(self, size_bytes: int, seconds: float) -> None:
-        """Record that reading an embedding of `size_bytes` bytes from the store took `seconds`."""
+        """Record that reading `size_bytes` bytes of embeddings from the store took `seconds`."""
         self._read_rate.add_sample(size_bytes, seconds)
-
-    def record_copy(self, size_bytes: int, seconds: float) -> None:
-        """Record that copying `size_bytes` bytes of embeddings into the engine's cache took `seconds`."""
-        self._copy_rate.add_sample(size_bytes, seconds)
 
     def record_encode(self, rows: int, seconds: float) -> None:
         """Record that this engine's tower took `seconds` to encode `rows` rows."""
@@ -195,7 +190,7 @@ class FetchRule:
         fetch_s, encode_s = self._read_rate.estimate_s(size_bytes, max_age_s=_MAX_AGE_S), self.encode_s(rows)
         if self._when == "always" or fetch_s is None or encode_s is None:
             return True
-        return fetch_s + (self._copy_rate.estimate_s(size_bytes) or 0.0) < encode_s
+        return fetch_s < encode_s
 
     def encode_s(self, rows: int) -> float | None:
         """Return the estimated seconds for this engine's tower to encode `rows` rows, or None if it has not

@@ -25,6 +25,7 @@ from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import (
     Lease,
     LookupMiss,
+    PayloadLocation,
     Reservation,
     ReserveRefusal,
     ReserveTerms,
@@ -245,6 +246,46 @@ def _get_into(
             _discard(store, key, deadline_s)
             raise CodecError("payload does not match its checksums", reason="corrupt")
         return header
+
+
+def lease_payload(
+    store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S
+) -> tuple[Lease, codec.PayloadHeader] | None:
+    """Lease a payload without reading it, for a copy with `copy_leased`. Return the lease and the payload's
+    header, or None if the payload is not in memory. If it is on disk only, this call starts to recall it.
+
+    Raises StoreUnavailable if the store does not reply, and CodecError if the header is invalid.
+    """
+
+    def lease() -> tuple[Lease, codec.PayloadHeader] | None:
+        if store.find_unleased(key) is LookupMiss.ABSENT:
+            return None
+        found = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
+        if found is None:
+            return None
+        try:
+            return found, _decode_header(store, found, deadline_s)
+        except CodecError:
+            with contextlib.suppress(StoreUnavailable):
+                store.release([found.token], deadline_s=deadline_s)
+            raise
+
+    return _get_with_recall(store, key, lease, 0.0, deadline_s)
+
+
+def copy_leased(
+    store: Store, location: PayloadLocation, checksums: Sequence[int], target: memoryview
+) -> None:
+    """Copy a leased payload into `target` (flat bytes), in any process that maps the store.
+
+    Raises CodecError("corrupt") if the copy does not match the checksums, and StoreUnavailable if this
+    process cannot access the location.
+    """
+    source, segments = store.view(location), len(checksums)
+    if not segments or source.nbytes % segments or target.nbytes != source.nbytes:
+        raise CodecError("the size of a payload does not match its header", reason="corrupt")
+    if copy_checksummed(target, source, segments, checksum_of="target") != tuple(checksums):
+        raise CodecError("payload does not match its checksums", reason="corrupt")
 
 
 class NewPayload(msgspec.Struct, frozen=True):

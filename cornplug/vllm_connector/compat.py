@@ -21,7 +21,10 @@ hook in vLLM 0.32, so each of them is replaced by a short wrapper around the ori
 * `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: detect that weights were replaced.
 * `EngineCore.reset_prefix_cache`: detects that no block still holds KV computed with replaced weights.
 * `Worker.sleep`: ends copies of KV before its memory is released.
-* `Scheduler.__init__`: counts the engine cores that share this engine's state.
+* `Scheduler.__init__`: counts the engine cores that share this engine's state, and passes the size of the
+  encoder cache to the connector.
+* `GPUModelRunner._execute_mm_encoder`, `ModelState.execute_mm_encoder`: encode items whose embeddings a
+  worker could not load.
 * `Scheduler.add_request`: accepts a request with the id of a request that was aborted while it was loading.
 """
 

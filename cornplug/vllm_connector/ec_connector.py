@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -61,6 +62,16 @@ class CornplugECConnector(ECConnectorBase):
                 encoder_only=not self.is_consumer,
             )
 
+    @property
+    def scheduler(self) -> ECScheduler | None:
+        """Scheduler half, or None in workers and if sharing has stopped."""
+        return self._scheduler
+
+    @property
+    def worker(self) -> ECWorker | None:
+        """Worker half, or None in the scheduler."""
+        return self._worker
+
     # -- worker half ------------------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
@@ -107,12 +118,14 @@ class CornplugECConnector(ECConnectorBase):
             self._stopped_scheduler.find_arrived(identifier) if self._stopped_scheduler is not None else None
         )
         if arrived is not None and all(one.identifier != identifier for one in self._final_metadata.arrived):
-            self._final_metadata.arrived.append(arrived)
+            self._final_metadata.arrived.append(
+                replace(arrived, request_id=request.request_id, input_id=index)
+            )
 
     @stop_sharing_on_error(_promise_arrived)
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.record_allocation(request.mm_features[index].identifier)
+            self._scheduler.record_allocation(request, index)
 
     def _take_final_metadata(self, *_args: Any) -> CornplugECMetadata:
         last, self._final_metadata = self._final_metadata, CornplugECMetadata(publish=False)

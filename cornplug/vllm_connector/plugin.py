@@ -62,11 +62,11 @@ def _all_wrappers() -> list[tuple[str, str, Callable[..., Any]]]:
     """Return (module, function's qualified name, wrapper) for each vLLM function that cornplug wraps."""
     from cornplug.vllm_connector import connector_config, cpu_use, flags
     from cornplug.vllm_connector.kv import page_keys, pauses
-    from cornplug.vllm_connector.media import mm_identifiers, partial_models, served_images
+    from cornplug.vllm_connector.media import late_misses, mm_identifiers, partial_models, served_images
     from cornplug.vllm_connector.model import reloads, weight_updates
 
     kv = page_keys, pauses
-    media = mm_identifiers, partial_models, served_images
+    media = late_misses, mm_identifiers, partial_models, served_images
     modules = (flags, connector_config, cpu_use, *kv, *media, reloads, weight_updates)
     return [seam for module in modules for seam in module.WRAPS]
 

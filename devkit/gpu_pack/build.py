@@ -55,9 +55,7 @@ _SGLANG_UNUSED: Final = (
     *("sglang/srt/layers/moe/moe_runner/triton_utils/configs/*", "sglang/srt/layers/quantization/configs/*"),
 )
 _SGLANG_KERNEL: Final = ("sgl_kernel/*.py", "sgl_kernel/sm90/*", "sglang_kernel-*.dist-info/*")
-_SMALL_UNUSED: Final = (
-    *("bin", "share", "mistral_common/data", "pycountry/locales", "tvm_ffi/lib/libtvm_ffi_testing.so"),
-)
+_SMALL_UNUSED: Final = (*("bin", "share", "mistral_common/data", "pycountry/locales"),)
 _CHECKOUT: Final = (
     "cornplug",
     "devkit",

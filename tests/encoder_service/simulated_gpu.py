@@ -126,7 +126,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
 
     with pytest.MonkeyPatch.context() as patch:
         names = cycle(("inputs", "results"))
-        patch.setattr(torch.cuda, "Stream", lambda *_: _Stream(cuda, next(names)))
+        patch.setattr(torch.cuda, "Stream", lambda *_, **__: _Stream(cuda, next(names)))
         patch.setattr(torch.cuda, "Event", lambda *, blocking: _Event())
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda *_: _Stream(cuda, "compute"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import signal
 import socket
 import struct
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import msgspec
@@ -22,19 +25,24 @@ from expected_errors import expect_error
 from time_limits import TimeLimits
 
 from cornplug.config import load
-from cornplug.encoder_service import unix_server
+from cornplug.encoder_service.client import unix_client
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.formats import engine_inputs
+from cornplug.encoder_service.formats.engine_inputs import share_inputs
 from cornplug.encoder_service.formats.messages import (
     MAX_FRAME_BYTES,
+    MAX_REQUEST_FRAME_BYTES,
     PROTOCOL_VERSION,
     DescribeRequest,
+    EncodeRefusal,
     EncodeReply,
     EncodeRequest,
     EngineHandshake,
     Reply,
     ServiceChallenge,
+    ServiceHandshake,
 )
 from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
@@ -132,7 +140,7 @@ def test_server_vanished_client_is_not_computed_for(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack("<I", 0),
-        struct.pack("<I", MAX_FRAME_BYTES + 1),
+        struct.pack("<I", MAX_REQUEST_FRAME_BYTES + 1),
         struct.pack("<I", 3) + b"abc",
         struct.pack("<I", 2) + msgspec.msgpack.encode({})[:1] + b"\xff",
         struct.pack("<I", 1) + b"\xc1",
@@ -386,21 +394,141 @@ def test_server_message_of_too_many_values_closes_its_connection(
         assert client.connected
 
 
-def test_server_stopped_engines_do_not_hold_large_frames(
+def test_server_frame_above_the_limit_closes_its_connection(
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
+) -> None:
+    """Large inputs arrive in shared memory, so the event loop never reads a large frame."""
+    path = serve(make_encoder())
+    with SocketEncoder(path, SECRET) as client:
+        with trusted(path) as sock:
+            sock.sendall(struct.pack("<I", MAX_REQUEST_FRAME_BYTES + 1))
+            assert sock.recv(1) == b""
+        assert client.describe(20)
+
+
+@pytest.mark.parametrize("kind", ["no_memory", "short", "not_sealable", "beyond", "negative", "other_file"])
+def test_server_bad_shared_inputs_close_their_connection(
+    kind: str,
+    make_encoder: MakeEncoder,
+    serve: Callable[[EncoderCore], Path],
+    request_for: Requests,
+    qwen: Path,
+) -> None:
+    encoder = make_encoder()
+    path = serve(encoder)
+    request, memory = share_inputs(request_for(qwen, 1))
+    assert memory is not None
+    (name, place), *_ = request.shared.items()
+    if kind == "short":
+        os.ftruncate(memory.fd, memory.size_bytes - 64)
+    elif kind == "not_sealable":
+        fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    elif kind in ("beyond", "negative"):
+        offset = memory.size_bytes if kind == "beyond" else -64
+        shared = {**request.shared, name: msgspec.structs.replace(place, offset=offset)}
+        request = msgspec.structs.replace(request, shared=shared)
+    with SocketEncoder(path, SECRET) as client, open("/dev/zero", "rb") as zero:
+        assert client.submit(request_for(qwen, 2)).result(40).origin == "computed"
+        eventually(lambda: encoder.count_waiting() == 0)
+        open_before = len(os.listdir("/proc/self/fd"))
+        body = msgspec.msgpack.encode(request)
+        fds = {"no_memory": [], "other_file": [zero.fileno()]}.get(kind, [memory.fd])
+        with trusted(path) as sock:
+            socket.send_fds(sock, [struct.pack("<I", len(body)) + body], fds)
+            assert sock.recv(1) == b""
+        assert client.submit(request_for(qwen, 1)).result(40).origin == "computed"
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= open_before)
+    os.close(memory.fd)
+
+
+def test_server_descriptors_without_frames_close_their_connection(
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
+) -> None:
+    path = serve(make_encoder())
+    with SocketEncoder(path, SECRET) as client, trusted(path) as sock, open("/dev/zero", "rb") as zero:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                socket.send_fds(sock, [b"\x09"], [zero.fileno()])
+            assert sock.recv(1) == b""
+        assert client.describe(20)
+
+
+def test_client_sends_the_bytes_of_large_inputs_in_memory(
+    make_encoder: MakeEncoder,
+    serve: Callable[[EncoderCore], Path],
+    request_for: Requests,
+    qwen: Path,
+) -> None:
+    """The results are those of inputs in the request itself, and nothing stays open."""
+    encoder = make_encoder()
+    request = request_for(qwen, 3)
+    assert share_inputs(request)[1] is not None, "this test needs a large input"
+    direct = encoder.submit(msgspec.structs.replace(request, key=b"d" * 32)).result(40)
+    with SocketEncoder(serve(encoder), SECRET) as client:
+        assert client.describe(20)
+        open_before = len(os.listdir("/proc/self/fd"))
+        found = client.submit(request).result(40)
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= open_before)
+    assert isinstance(direct, EncodeReply)
+    assert found.tensor is not None
+    assert found.tensor == direct.tensor
+
+
+def test_client_that_is_not_connected_shares_no_memory(
+    short_path: Path, request_for: Requests, qwen: Path
+) -> None:
+    with SocketEncoder(short_path / "none.sock", SECRET) as client:
+        eventually(lambda: client.refusal is not None)
+        with mock.patch.object(unix_client, "share_inputs") as share:
+            assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+        share.assert_not_called()
+
+
+def test_client_refuses_inputs_above_the_limit(
     make_encoder: MakeEncoder,
     serve: Callable[[EncoderCore], Path],
     request_for: Requests,
     qwen: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A few large frames are held at a time; one that does not arrive gives its place to the next."""
-    monkeypatch.setattr(unix_server, "FRAME_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(unix_server, "_LARGE_BYTES", 16)
-    path = serve(make_encoder())
-    with contextlib.ExitStack() as stack:
-        for _ in range(6):
-            sock = stack.enter_context(trusted(path))
-            sock.sendall(struct.pack("<I", 1 << 20) + b"\x00" * 1000)
-        with SocketEncoder(path, SECRET) as client:
-            assert client.submit(request_for(qwen, 1)).result(40).origin == "computed"
-        assert sock.recv(1) == b""
+    monkeypatch.setattr(engine_inputs, "MAX_SHARED_BYTES", 100)
+    with SocketEncoder(serve(make_encoder()), SECRET) as client:
+        assert client.describe(20)
+        assert reason(client.submit(request_for(qwen, 1))) == "bad_input"
+        assert client.connected
+
+
+@pytest.mark.parametrize("limit", ["MAX_UNANSWERED_BYTES", "_MAX_UNANSWERED"])
+def test_client_bounds_the_memory_of_a_service_that_does_not_reply(
+    limit: str,
+    short_path: Path,
+    request_for: Requests,
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests that are late still count, because the service may map their memory. Replies end that."""
+    monkeypatch.setattr(unix_client, limit, 3)
+    requests, release = request_for(qwen, 1, deadline_s=0.05), threading.Event()
+
+    def act(connection: socket.socket) -> None:
+        service = ServiceHandshake(SECRET)
+        send(connection, service.create_challenge(receive_frame(connection, limit=1 << 20)))
+        service.check_proof(receive_frame(connection, limit=1 << 20))
+        release.wait(60)
+        for number in range(1, 2 if limit == "MAX_UNANSWERED_BYTES" else 4):
+            refusal = EncodeRefusal(id=number, reason="too_late", message="")
+            send(connection, msgspec.msgpack.encode(refusal))
+
+    impostor = Impostor(short_path / "i.sock", act)
+    with SocketEncoder(impostor.path, SECRET) as client:
+        eventually(lambda: client.connected)
+        sent = 1 if limit == "MAX_UNANSWERED_BYTES" else 3
+        for _ in range(sent):
+            assert reason(client.submit(requests)) == "encoder_timeout"
+        assert client.refusal is not None
+        with mock.patch.object(unix_client, "share_inputs") as share:
+            assert reason(client.submit(requests)) == "encoder_timeout"
+        share.assert_not_called()
+        release.set()
+        eventually(lambda: client.refusal is None)
+    impostor.listener.close()

@@ -23,13 +23,13 @@ from cornplug.vllm_connector import connector_config, cpu_use, flags, plugin
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import page_keys, pauses
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.media import mm_identifiers, partial_models, served_images
+from cornplug.vllm_connector.media import late_misses, mm_identifiers, partial_models, served_images
 from cornplug.vllm_connector.media.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.model import reloads, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
 KV = (page_keys, pauses)
-MEDIA = (mm_identifiers, partial_models, served_images)
+MEDIA = (late_misses, mm_identifiers, partial_models, served_images)
 WEIGHTS = (reloads, weight_updates)
 WRAPPING = (flags, connector_config, cpu_use, *KV, *MEDIA, *WEIGHTS)
 CONNECTOR = "vllm.multimodal.media.connector"

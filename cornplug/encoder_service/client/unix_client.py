@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import selectors
 import socket
 import threading
@@ -25,10 +26,12 @@ from typing import Final, Self, cast
 
 import msgspec
 
+from cornplug.encoder_service.formats.engine_inputs import SharedMemory, share_inputs
 from cornplug.encoder_service.formats.messages import (
     HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
     MAX_HANDSHAKE_BYTES,
+    MAX_REQUEST_FRAME_BYTES,
     DescribeReply,
     DescribeRequest,
     EncodeRefusal,
@@ -50,6 +53,12 @@ THREAD_MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
 """Number of unsent bytes above which requests fail immediately. Otherwise a stopped service could make this
 process run out of memory."""
+MAX_UNANSWERED_BYTES: Final = 2 << 30
+"""Maximum number of bytes of inputs in shared memory that the service may still use. Above this limit,
+requests fail immediately. A late request's memory counts until the service has replied or disconnected."""
+_MAX_UNANSWERED: Final = 512
+"""Maximum number of requests whose inputs the service may still use. The kernel limits the descriptors in a
+socket's buffer."""
 
 Result = EncodeReply | DescribeReply
 
@@ -67,8 +76,10 @@ class SocketEncoder:
         self._path = path
         self._secret = secret
         self._lock = threading.Lock()
-        self._frames = FrameBuffer(limit=MAX_FRAME_BYTES)
+        self._frames = FrameBuffer(limit=MAX_REQUEST_FRAME_BYTES, receive_limit=MAX_FRAME_BYTES)
         self._pending: dict[int, tuple[Future[Result], float]] = {}
+        self._shared_bytes: dict[int, int] = {}
+        """Bytes of the inputs in shared memory, by the id of a request without a reply."""
         self._describe_ids: set[int] = set()
         self._ids = itertools.count(1)
         self._last_id = 0
@@ -85,9 +96,21 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request. This client chooses the request's `id`. Returns immediately."""
+        """Send one request. This client chooses the request's `id`. Returns when it has copied the request's
+        inputs to shared memory, which takes milliseconds for large images."""
+        refusal = self.refusal
+        memory: SharedMemory | None = None
+        if refusal is None:
+            try:
+                request, memory = share_inputs(request)
+            except (OSError, ValueError) as e:
+                refusal = EncoderRefused(f"inputs: {e}", reason="bad_input")
+        if refusal is not None:
+            failed: Future[EncodeReply] = Future()
+            failed.set_exception(refusal)
+            return failed
         # For an EncodeRequest, `_handle_reply` sets only an EncodeReply as the future's result.
-        return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
+        return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s, memory))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
@@ -123,7 +146,9 @@ class SocketEncoder:
     ) -> None:
         self.close()
 
-    def _enqueue(self, request: Request, deadline_s: float) -> Future[Result]:
+    def _enqueue(
+        self, request: Request, deadline_s: float, memory: SharedMemory | None = None
+    ) -> Future[Result]:
         future: Future[Result] = Future()
         with self._lock:
             number = next(self._ids)
@@ -135,10 +160,14 @@ class SocketEncoder:
                 else:
                     self._describe_ids.add(number)
                 try:
-                    self._frames.add(number, self._encode(request))
+                    self._frames.add(number, self._encode(request), None if memory is None else memory.fd)
+                    if memory is not None:
+                        self._shared_bytes[number], memory = memory.size_bytes, None
                     self._pending[number] = (future, time.monotonic() + deadline_s)
                 except ValueError as e:
                     problem = EncoderRefused(f"inputs: {e}", reason="bad_input")
+        if memory is not None:
+            os.close(memory.fd)
         if problem is not None:
             _fail(future, problem)
         else:
@@ -150,7 +179,12 @@ class SocketEncoder:
             return self._down_error("no service responds")
         if self._connect_error is not None:
             return EncoderUnavailable(str(self._connect_error), reason=self._connect_error.reason)
-        if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
+        shared = self._shared_bytes
+        if (
+            self._frames.unsent_bytes > MAX_OUTBOX_BYTES
+            or len(shared) >= _MAX_UNANSWERED
+            or sum(shared.values()) > MAX_UNANSWERED_BYTES
+        ):
             return EncoderUnavailable(
                 f"the service at {self._path} does not read from its socket", reason="encoder_timeout"
             )
@@ -267,6 +301,7 @@ class SocketEncoder:
                 _succeed(future, reply)
             return
         with self._lock:
+            self._shared_bytes.pop(reply.id, None)
             found = self._pending.pop(reply.id, None)
             if found is None and not 0 < reply.id <= self._last_id:
                 raise ProtocolError(f"reply to unknown request id {reply.id}")
@@ -293,7 +328,8 @@ class SocketEncoder:
             for n in gone:
                 del self._pending[n]
             if late or gone:
-                self._frames.drop(late | gone)
+                for n in self._frames.drop(late | gone):
+                    self._shared_bytes.pop(n, None)
                 self._describe_ids -= late | gone
         for future in expired:
             _fail(
@@ -307,6 +343,7 @@ class SocketEncoder:
             failed = [future for future, _ in self._pending.values()]
             self._pending.clear()
             self._describe_ids.clear()
+            self._shared_bytes.clear()
             self._frames.clear()
         for future in failed:
             _fail(future, error)

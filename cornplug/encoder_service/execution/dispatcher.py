@@ -181,6 +181,8 @@ class BatchDispatcher:
             if not batch:
                 return
             self._run(batch, executor)
+            # Free the batch's inputs while this thread waits for the next batch.
+            del batch
 
     def _serve_urgent(self, executor: BatchExecutor) -> None:
         while (job := self._batcher.take_urgent_job(self._usual_lanes)) is not None:

@@ -313,12 +313,15 @@ def _require_features(features: torch.Tensor | None) -> torch.Tensor:
 
 
 def _item_to_device(item: TowerItem, device: torch.device) -> TowerItem:
-    """Return the item with its float tensors on the device. Integer tensors stay on the CPU, because towers
-    read them as shapes."""
+    """Return the item with its values (floats and raw pixels) on the device. Other integer tensors stay on
+    the CPU, because towers read them as shapes."""
     return replace(
         item,
         tensors=tuple(
-            t.pin_memory().to(device, non_blocking=True) if t.is_floating_point() else t for t in item.tensors
+            t.pin_memory().to(device, non_blocking=True)
+            if t.is_floating_point() or t.dtype == torch.uint8
+            else t
+            for t in item.tensors
         ),
     )
 

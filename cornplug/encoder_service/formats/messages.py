@@ -1,12 +1,12 @@
 """Messages on the encoder's unix socket, and in the sealed bodies of `POST /v1/engine`. They are encoded as
 msgpack, never as pickle.
 
-A frame on the socket consists of a u32 little-endian length and one msgpack-encoded message. A client may
-have many requests in flight on one connection. Replies contain the request's id and arrive in any order. The
-socket is for engines of the same user on the same host. First, both sides prove that they have the shared
-secret. The service trusts that the embedding key in a request belongs to the request's inputs.
-Other clients use HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP
-statuses.
+A frame on the socket consists of a u32 little-endian length and one msgpack-encoded message. Large inputs of
+a request are not in its frame, but in memory whose descriptor is sent with the frame (`engine_inputs.py`). A
+client may have many requests in flight on one connection. Replies contain the request's id and arrive in any
+order. The socket is for engines of the same user on the same host. First, both sides prove that they have the
+shared secret. The service trusts that the embedding key in a request belongs to the request's inputs. Other
+clients use HTTP, where the service computes every digest itself. `status_of` maps reasons to HTTP statuses.
 
     engine  ── Hello: version, nonce ───────────>  service
             <── Challenge: version, nonce, proof ──
@@ -38,8 +38,13 @@ from cornplug.checkpoints.families import Modality
 from cornplug.errors import EncoderUnavailable
 from cornplug.local_socket import foreign_peer_uid
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAX_FRAME_BYTES: Final = 256 << 20
+MAX_REQUEST_FRAME_BYTES: Final = 512 << 10
+"""Maximum bytes of a request's frame on the socket, without the inputs in shared memory. The service decodes
+requests on its event loop."""
+MAX_SHARED_BYTES: Final = 256 << 20
+"""Maximum bytes of a request's inputs in shared memory."""
 _TRACE_MAX: Final = 512
 _Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
 _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
@@ -111,8 +116,20 @@ class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     dtype: str
     shape: _Shape
     data: bytes
+    """The tensor's bytes. In a message that this process sends, or whose inputs are in shared memory, this
+    can be a memoryview of single bytes."""
 
 
+class SharedInput(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Dtype, shape and location of a tensor in the memory that is sent with a request."""
+
+    dtype: str
+    shape: _Shape
+    offset: int
+    size_bytes: int
+
+
+_SharedInputs = Annotated[dict[str, SharedInput], msgspec.Meta(max_length=64)]
 _Inputs = Annotated[dict[str, WireTensor], msgspec.Meta(max_length=64)]
 
 
@@ -178,6 +195,9 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fi
     """Seconds from the receipt of the request after which the engine no longer waits for the reply."""
     trace: _TraceHeaders | None = None
     """Headers `traceparent` and `tracestate` (W3C) of the client's request to the engine, or None."""
+    shared: _SharedInputs = {}
+    """Further inputs, which are in the memory whose descriptor was sent with this request's frame. Only on
+    the unix socket."""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):

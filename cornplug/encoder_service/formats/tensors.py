@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from cornplug.encoder_service.formats.messages import WireTensor
@@ -17,6 +19,12 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     copied."""
     host = tensor.detach().cpu().contiguous()
     return memoryview(host.view(-1).view(torch.uint8).numpy())
+
+
+def view_as_wire(tensor: torch.Tensor) -> WireTensor:
+    """Return a tensor as a message field that uses the tensor's memory, for a message that is sent before the
+    tensor changes."""
+    return WireTensor(dtype_name(tensor.dtype), tuple(tensor.shape), cast(bytes, raw_bytes(tensor)))
 
 
 def to_wire(tensor: torch.Tensor) -> WireTensor:

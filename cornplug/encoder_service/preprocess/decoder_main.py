@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 from PIL import AvifImagePlugin, Image, _imaging
 
-from cornplug.encoder_service.formats import audio, image, video
+from cornplug.encoder_service.formats import audio, image, sealed_memory, video
 from cornplug.encoder_service.formats.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess import decoders, jail
 from cornplug.errors import MediaError
@@ -78,10 +78,10 @@ class DecoderLoop:
         match job:
             case decoders.ImageJob():
                 rgb = self._decode_image(job, data)
-                return (rgb.height, rgb.width, 3), decoders.create_memfd(_iter_bands(rgb))
+                return (rgb.height, rgb.width, 3), sealed_memory.create_memfd(_iter_bands(rgb))
             case decoders.AudioJob():
                 samples = self._decode_audio(job, data)
-                return samples.shape, decoders.create_memfd([np.ascontiguousarray(samples).data])
+                return samples.shape, sealed_memory.create_memfd([np.ascontiguousarray(samples).data])
             case decoders.VideoJob():
                 limits = VideoLimits(max_s=job.max_s, max_frames=job.max_frames, max_pixels=job.max_pixels)
                 frames = video.decode(
@@ -89,7 +89,7 @@ class DecoderLoop:
                 )
             case decoders.FramesJob():
                 frames = self._decode_frames(job, data)
-        return frames.frames.shape, decoders.create_memfd(
+        return frames.frames.shape, sealed_memory.create_memfd(
             np.ascontiguousarray(frame).data for frame in frames.frames
         )
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from cornplug.encoder_service.formats import sealed_memory
 from cornplug.encoder_service.formats.audio import MAX_SAMPLES, AudioSamples
 from cornplug.encoder_service.formats.image import RgbPixels
 from cornplug.encoder_service.formats.messages import DEFAULT_DECODING, Decoding
@@ -115,7 +116,7 @@ class DecoderProcess:
         for fresh in (False, True):
             self.start()
             assert self._sock is not None
-            memory = decoders.create_memfd(contents)
+            memory = sealed_memory.create_memfd(contents)
             try:
                 decoders.send(self._sock, job, memory)
                 return AssignedJob(self, end_s, limit_s, is_needed)
@@ -397,7 +398,7 @@ def _read_result(
         os.close(fd)
         raise _reject(assigned)
     try:
-        return message.shape, decoders.seal_and_map(fd, math.prod(message.shape) * itemsize)
+        return message.shape, sealed_memory.seal_and_map(fd, math.prod(message.shape) * itemsize)
     except (OSError, ValueError):
         raise _reject(assigned) from None
 

@@ -14,11 +14,9 @@ the service has checked.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -38,7 +36,6 @@ _SAMPLE_BYTES: Final = 4 + 4
 _SAMPLE_WORK: Final = 1.0
 """Work to decode one sample, in pixels. A codec uses a few bytes for a sample as well as for a pixel."""
 MAX_MESSAGE_BYTES: Final = 64 << 10
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,35 +275,6 @@ def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
         if fd is not None:
             os.close(fd)
         raise
-
-
-def create_memfd(contents: Iterable[bytes | memoryview]) -> int:
-    """Return the descriptor of a new memfd that contains `contents`. The caller must close it."""
-    fd = os.memfd_create("cornplug-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        for part in contents:
-            rest = memoryview(part).cast("B")
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def seal_and_map(fd: int, size: int) -> mmap.mmap:
-    """Seal a memfd, so that no process can change it, and return its bytes. Closes the descriptor.
-
-    Raises ValueError if the memfd does not have `size` bytes, and OSError if it cannot be sealed.
-    """
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        if os.fstat(fd).st_size != size or size == 0:
-            raise ValueError(f"{os.fstat(fd).st_size} bytes, expected {size}")
-        # Torch requires writable memory, so map a private copy.
-        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(fd)
 
 
 def _image_callback(on_header: OnHeader) -> image.BeforeDecode:

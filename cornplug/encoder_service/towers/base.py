@@ -51,6 +51,7 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "int64": torch.int64,
     "int32": torch.int32,
+    "uint8": torch.uint8,
     "bool": torch.bool,
 }
 FLOAT_DTYPES: Final = ("float32", "float16", "bfloat16")
@@ -199,7 +200,7 @@ def check_input_names(
 
 
 def validate_input(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
-    """Validate an input and return it as a tensor. The bytes of a `WireTensor` are copied.
+    """Validate an input and return it as a tensor. The read-only bytes of a `WireTensor` are copied.
 
     Raises the same errors as `from_wire`.
     """
@@ -212,7 +213,8 @@ def validate_input(field: str, value: TowerInput, accepted: tuple[str, ...]) -> 
 
 
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
-    """Validate a wire tensor and return it as a torch tensor that owns its memory.
+    """Validate a wire tensor and return it as a torch tensor. The tensor uses the bytes of a writable buffer,
+    which no other process can change, and a copy of other bytes.
 
     Raises EncoderRefused("bad_input") if the dtype is not accepted, if the shape has no dimensions or a
     dimension that is not positive, if the bytes do not fill the shape, or if a value is NaN or infinite.
@@ -228,8 +230,9 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
     if dtype == torch.bool:
         # Convert the bytes, because bytes other than 0 and 1 would be invalid bools in torch.
         return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
-    # Copy the bytes, because the tensor may be modified and may outlive the frame that contains them.
-    out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
+    # The tensor may be modified.
+    data = tensor.data if not memoryview(tensor.data).readonly else bytearray(tensor.data)
+    out = torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
     _check_finite(field, out)
     return out
 

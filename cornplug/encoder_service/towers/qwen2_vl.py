@@ -37,6 +37,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.model_family import PIXEL_NORM
 from cornplug.encoder_service.towers import base
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
@@ -93,7 +94,7 @@ class Qwen2VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = pack_items(items, self._device)
+        pixels, grids = pack_items(items, self._device, self._inputs.dtype)
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
         cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge_size))
         segments = SegmentOffsets(frame_lengths(grids), self._device)
@@ -163,10 +164,10 @@ class PatchInputs:
         """Validate one media item's inputs and return its `TowerItem`.
 
         The inputs are `pixel_values` (patches, values) and `image_grid_thw` (3,), or the equivalent fields of
-        a video. Raises EncoderRefused("bad_input").
-        """
+        a video. Pixels are normalised, or uint8 with `pixel_norm` (2, channels): float32 factors and
+        summands. The tower then normalises them on its device. Raises EncoderRefused("bad_input")."""
         names = _VIDEO_INPUTS if any(name in inputs for name in _VIDEO_INPUTS) else _IMAGE_INPUTS
-        base.check_input_names(inputs, names)
+        base.check_input_names(inputs, (*names, PIXEL_NORM), optional=(PIXEL_NORM,))
         grid = base.validate_input(names[1], inputs[names[1]], base.INTEGER_DTYPES).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
             raise base.bad_input(names[1], f"shape must be (3,) for one medium, not {tuple(grid.shape)}")
@@ -175,24 +176,47 @@ class PatchInputs:
             raise base.bad_input(
                 names[1], f"{t, h, w}: height and width must be multiples of {self.merge_size}"
             )
-        pixels = base.validate_input(names[0], inputs[names[0]], base.FLOAT_DTYPES)
+        pixels = base.validate_input(names[0], inputs[names[0]], (*base.FLOAT_DTYPES, "uint8"))
         if tuple(pixels.shape) != (t * h * w, self.values_per_patch):
             raise base.bad_input(
                 names[0],
                 f"shape must be {(t * h * w, self.values_per_patch)} for grid {t, h, w}, "
                 f"not {tuple(pixels.shape)}",
             )
-        pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
-        return TowerItem(
-            tensors=(pixels, grid),
-            tokens=t * h * w,
-        )
+        if pixels.dtype != torch.uint8:
+            if PIXEL_NORM in inputs:
+                raise base.bad_input(PIXEL_NORM, "only uint8 pixels are normalised")
+            return TowerItem(tensors=(pixels.to(self.dtype), grid.reshape(1, 3)), tokens=t * h * w)
+        if PIXEL_NORM not in inputs:
+            raise base.bad_input(PIXEL_NORM, f"missing; {names[0]} has raw pixels")
+        norm = base.validate_input(PIXEL_NORM, inputs[PIXEL_NORM], ("float32",))
+        if norm.ndim != 2 or norm.shape[0] != 2 or self.values_per_patch % norm.shape[1]:
+            raise base.bad_input(PIXEL_NORM, f"shape must be (2, channels), not {tuple(norm.shape)}")
+        return TowerItem(tensors=(pixels, grid.reshape(1, 3), norm), tokens=t * h * w)
 
 
-def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all patches concatenated on the device, and all grids (items, 3) on the CPU."""
-    pixels = base.concat_on_device([item.tensors[0] for item in items], device)
+def pack_items(
+    items: Sequence[TowerItem], device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return all patches, normalised and concatenated on the device, and all grids (items, 3) on the CPU."""
+    pixels = base.concat_on_device([_normalise(item, device, dtype) for item in items], device)
     return pixels, torch.cat([item.tensors[1] for item in items])
+
+
+def _normalise(item: TowerItem, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    pixels = item.tensors[0]
+    return pixels if pixels.dtype != torch.uint8 else normalise(pixels.to(device), item.tensors[2], dtype)
+
+
+def normalise(pixels: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return uint8 patches (patches, values) as `pixels * factor + summand` for each channel.
+
+    As in vLLM's `FusedMMInputNorm.forward_native`, the product and the sum are each rounded to float32. One
+    fused operation would give other bits.
+    """
+    factors, summands = norm.to(pixels.device).unsqueeze(-1)
+    by_channel = pixels.view(len(pixels), len(factors), -1)
+    return (by_channel * factors + summands).view(len(pixels), -1).to(dtype)
 
 
 def frame_lengths(grids: torch.Tensor) -> list[int]:
@@ -277,7 +301,7 @@ class Qwen25VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = pack_items(items, self._device)
+        pixels, grids = pack_items(items, self._device, self._inputs.dtype)
         order, lengths = self._order_by_window(grids)
         windows = SegmentOffsets(lengths, self._device)
         whole = SegmentOffsets(frame_lengths(grids), self._device)

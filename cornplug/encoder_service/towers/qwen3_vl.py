@@ -82,7 +82,7 @@ class Qwen3VlTower:
 
     @torch.inference_mode()
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        pixels, grids = pack_items(items, self._device)
+        pixels, grids = pack_items(items, self._device, self._inputs.dtype)
         hidden = embed_patches(pixels, self._blocks.patch_embed.proj)
         hidden = hidden + self._blocks.interpolate_positions(grids, self._inputs.merge_size).to(hidden.dtype)
         cos_sin = self._rotary(hidden, get_vision_position_ids(grids, self._inputs.merge_size))

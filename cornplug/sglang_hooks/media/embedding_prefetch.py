@@ -26,7 +26,7 @@ import torch
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.formats.messages import EncodeRequest, WireTensor
-from cornplug.encoder_service.formats.tensors import to_wire
+from cornplug.encoder_service.formats.tensors import view_as_wire
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.load_policy import encode_deadline_s
@@ -142,7 +142,9 @@ class EmbeddingPrefetcher:
             deadline_s=max(0.0, deadline_s),
         )
         try:
-            reply = await asyncio.wrap_future(self._encoder.submit(request))
+            # The client copies the inputs to shared memory, which takes milliseconds for large images.
+            sent = await self._run_in_thread(self._encoder.submit, request)
+            reply = await asyncio.wrap_future(sent)
             source = self._policy.check_reply(reply, expected)
         except EncoderError as e:
             self._policy.record_failure(e, time.monotonic())
@@ -195,5 +197,5 @@ def _tower_inputs(item: Any, names: Sequence[str]) -> dict[str, WireTensor]:
         if not isinstance(value, torch.Tensor):
             # Examples are a handle to another process's GPU memory, or LLaVA's (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
-        found[name] = to_wire(value)
+        found[name] = view_as_wire(value)
     return found

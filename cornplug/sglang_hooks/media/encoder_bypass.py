@@ -1,9 +1,9 @@
 """Loads stored embeddings instead of running the tower, and saves the embeddings that the tower computes.
 
-This runs in the scheduler processes. SGLang determines which images of a batch are not in its own embedding
-cache, and calls the model's `get_image_feature` for these images. `EncoderBypass` replaces that call. It
-loads and verifies stored embeddings. The tower computes all other embeddings, and SGLang's own code puts both
-into its cache.
+This runs in the scheduler processes. The reads begin when a request arrives (`row_reads.py`). SGLang
+determines which images of a batch are not in its own embedding cache, and calls the model's
+`get_image_feature` for these images. `EncoderBypass` replaces that call. It loads and verifies stored
+embeddings. The tower computes all other embeddings, and SGLang's own code puts both into its cache.
 
     images ──> EncoderBypass ──in the store──> verified, on the device ─┐
                     └─ not in the store ──> the model's own tower ──────┴─> one tensor per item
@@ -32,8 +32,8 @@ from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.media.embedding_prefetch import source_of
 from cornplug.sglang_hooks.media.placeholder_tokens import is_current, key_of, rows_of
+from cornplug.sglang_hooks.media.row_reads import RowReads
 from cornplug.sglang_hooks.model.model_config import engine_model
-from cornplug.store.payload import get_payload
 
 EmbedItems = Callable[[list[Any]], Any]
 
@@ -42,11 +42,19 @@ class EmbeddingSource:
     """Loads and saves embeddings for one scheduler process. Used only by the thread that runs the model."""
 
     def __init__(
-        self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, is_first_rank: bool
+        self,
+        runtime: EngineRuntime,
+        tally: Tally,
+        *,
+        device: torch.device,
+        dtype: str,
+        width: int,
+        is_first_rank: bool,
     ) -> None:
         """Create a source.
 
         Args:
+            device: device of the model.
             dtype: the language model's dtype: the name of the torch dtype without the "torch." prefix.
             width: number of columns of the language model's embeddings.
             is_first_rank: whether this rank is the first of its group. All ranks load the same embeddings,
@@ -59,21 +67,32 @@ class EmbeddingSource:
         self._is_first_rank = is_first_rank
         self._publisher = EmbeddingPublisher(runtime, self._report)
         self._rule = FetchRule(runtime.config.store.load_when)
+        self._reads = RowReads(runtime, device)
         self._tower: TowerTimer | None = None
         self._row_bytes = 0
 
-    def load(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
+    def prefetch(self, items: Sequence[Any]) -> None:
+        """Start to read the embeddings of a request that has arrived. Returns immediately."""
+        for item in items:
+            key = key_of(item)
+            # If the item has no source, the embedding is not expected in the store.
+            if key is not None and source_of(item) is not None and is_current(item):
+                self._reads.start(key)
+
+    def load(self, items: Sequence[Any], model: Any) -> list[torch.Tensor | None]:
         """Return each item's embedding from the store, or None.
 
-        An embedding has shape (rows, width), in the width that `model` uses, and is on `device`. It is None
-        if the item has no source, or if it cannot be loaded.
+        An embedding has shape (rows, width), in the width that `model` uses, and is on the device. It is None
+        if the item has no source, or if it cannot be loaded. Operations that the model starts later can use
+        it.
         """
+        self.prefetch(items)
         # A tower with deepstack (Qwen3-VL) also computes inputs for deeper layers, as additional columns.
         deepstack = getattr(model, "use_deepstack", None) or {}
         found = []
         for item in items:
             levels = model.deepstack_visual_indexes if deepstack.get(item.modality) else ()
-            found.append(self._load_item(item, self._width * (1 + len(levels)), device))
+            found.append(self._load_item(item, self._width * (1 + len(levels))))
         return found
 
     def count_used(self, items: Sequence[Any], loaded: Sequence[torch.Tensor | None]) -> None:
@@ -116,8 +135,9 @@ class EmbeddingSource:
     def close(self) -> None:
         """Finish pending saves."""
         self._publisher.close()
+        self._reads.close()
 
-    def _load_item(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
+    def _load_item(self, item: Any, width: int) -> torch.Tensor | None:
         # If the item has no source, the embedding is not expected in the store. The tokenizer has already
         # counted the miss.
         key = key_of(item)
@@ -128,17 +148,16 @@ class EmbeddingSource:
             return None
         began = time.perf_counter()
         try:
-            found = get_payload(self._run.store, key, deadline_s=self._run.deadline_s)
+            found = self._reads.take(key)
             if found is None:
                 raise CodecError("the embedding was evicted after the lookup", reason="evicted")
-            header, payload = found
+            header, rows = found
             expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
-            expected.check(header.dtype, header.shape, len(payload))
+            expected.check(header.dtype, header.shape, rows.nbytes)
             dtype = getattr(torch, header.dtype)
-            tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
-            # The time includes the copy to the device. For memory that is not pinned, `to` returns when the
-            # host has finished.
-            self._rule.record_read(len(payload), time.perf_counter() - began)
+            tensor = self._reads.send(rows).view(dtype).view(header.shape)
+            # The time that the model's thread waited.
+            self._rule.record_read(rows.nbytes, time.perf_counter() - began)
             self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
             self._count_miss(e.reason)
@@ -187,7 +206,7 @@ class EncoderBypass:
         here = None if weights_guard.has_replaced_weights() else self._source
         taken: list[torch.Tensor | None] = [None] * len(items)
         if here is not None:
-            taken = here.load(items, self.__self__, self._device)
+            taken = here.load(items, self.__self__)
         taken = _keep_common(taken)
         rest = [item for item, tensor in zip(items, taken, strict=True) if tensor is None]
         made = self._encode(here, rest) if rest else []
@@ -242,10 +261,14 @@ def _embedding_source() -> EmbeddingSource | None:
     from sglang.srt.layers.dp_attention import get_dp_tp_group
     from sglang.srt.runtime_context import get_server_args
 
+    device = torch.device(get_server_args().device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     try:
         return EmbeddingSource(
             activation.runtime(),
             activation.tally(),
+            device=device,
             dtype=engine_model().dtype,
             width=model_config_of(get_server_args()).hidden_size,
             is_first_rank=get_dp_tp_group().rank_in_group == 0,
@@ -265,7 +288,20 @@ def _get_chunked_prefill_embedding(
     return original(data_embedding_func, *args, **kwargs)
 
 
+def _on_multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
+    from sglang.srt.managers import mm_schedule
+
+    if result is None or not activation.is_on() or not activation.config().engine.share_embeddings:
+        return
+    cache = mm_schedule.embedding_cache
+    missing = [item for item in result.mm_items if cache is None or not cache.has(item.hash)]
+    if any(source_of(item) is not None for item in missing) and (source := _embedding_source()) is not None:
+        source.prefetch(missing)
+
+
 HOOKS: Final[tuple[Hook, ...]] = (
+    # Every rank calls this for every request, whether the inputs come from the tokenizer or from an encoder.
+    Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _on_multimodal_inputs),
     Hook(
         "sglang.srt.managers.mm_schedule._get_chunked_prefill_embedding",
         "around",

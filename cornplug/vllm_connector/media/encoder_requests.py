@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
 from cornplug.checkpoints.families import FAMILIES, Modality
+from cornplug.checkpoints.model_family import PIXEL_NORM
 from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor, trace_of
-from cornplug.encoder_service.formats.tensors import to_wire
+from cornplug.encoder_service.formats.tensors import to_wire, view_as_wire
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.runtime import EngineRuntime
@@ -51,8 +53,9 @@ class MediaInputs:
     """Selects the tensors that a model's tower needs from vLLM's feature specs.
 
     For some model families, vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`), so processed pixels are raw uint8. In this case, pixels are normalised with
-    vLLM's own module, so that the encoder service gets the same inputs as the engine's tower.
+    (`mm_device_do_normalize`), so processed pixels are raw uint8. The service's towers of these families
+    normalise them in the same way, so the request contains a quarter of the bytes. For other towers, pixels
+    are normalised with vLLM's own module.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -68,6 +71,7 @@ class MediaInputs:
             )
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._input_names: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
+        self._sends_raw_pixels = family is not None and family.normalises_pixels
 
     def tower_inputs(self, feature: Any) -> dict[str, WireTensor]:
         """Return the tensors that the tower needs for one multimodal item, by name.
@@ -86,7 +90,11 @@ class MediaInputs:
         for name in wanted:
             element = feature.data.get(name)
             if element is not None and isinstance(element.data, torch.Tensor):
-                found[name] = self._to_wire_tensor(element.data)
+                if element.data.dtype == torch.uint8 and self._sends_raw_pixels:
+                    found[PIXEL_NORM] = to_wire(self._norm_parameters())
+                    found[name] = view_as_wire(element.data)
+                else:
+                    found[name] = self._to_wire_tensor(element.data)
         if not wanted or wanted[0] not in found:
             raise EncoderRefused(
                 f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
@@ -94,17 +102,23 @@ class MediaInputs:
             )
         return found
 
+    def _norm_parameters(self) -> torch.Tensor:
+        """Return the factor and the summand of each channel, of shape (2, channels), in float32."""
+        if isinstance(self._norm, FusedMMInputNorm):
+            return torch.stack([self._norm.weight, self._norm.bias]).cpu()
+        return torch.tensor([[1.0], [0.0]])
+
     def _to_wire_tensor(self, value: torch.Tensor) -> WireTensor:
         if value.dtype == torch.uint8:
             native = getattr(self._norm, "forward_native", self._norm.forward)
             value = native(value, torch.float32)
-        return to_wire(value)
+        return view_as_wire(value)
 
 
 @dataclass(slots=True)
 class PendingEmbedding:
     """Embedding of a media item that the engine waits for, and the state of the request to the encoder
-    service. Threads other than the engine's access only `reply`."""
+    service. Threads other than the engine's access only `reply` and `save_outcome`."""
 
     identifier: str
     expected: ExpectedEmbedding
@@ -115,7 +129,13 @@ class PendingEmbedding:
     waiting_requests: set[str] = field(default_factory=set)
     reply: Future[EncodeReply] | None = None
     """The encoder service's pending or received reply. None until the request has been sent."""
+    rows: WireTensor | None = None
+    """Rows from the service's reply that are being saved in the store. None before and after that."""
+    save_outcome: str = ""
+    """Outcome of saving `rows`. Another thread sets it."""
     arrived: ArrivedEmbedding | None = None
+    arrived_s: float = 0.0
+    """Time when the embedding arrived, or when its lease was last renewed."""
     source: str = ""
     failure: str = ""
 
@@ -145,7 +165,7 @@ class EncoderRequests:
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._reply_event = threading.Event()
-        """Event that every reply from the service sets."""
+        """Event that every reply from the service and every call of `notify` sets."""
 
     def submit(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
         """Send a request to encode the media item `item`. Another thread sets `item.reply`. Raises
@@ -160,9 +180,13 @@ class EncoderRequests:
         )
         self._preparer.submit(self._send, item, feature, identity, request)
 
+    def notify(self) -> None:
+        """End `wait_for_reply`. Called by any thread."""
+        self._reply_event.set()
+
     def wait_for_reply(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived since the
-        last call."""
+        """Wait at most `timeout_s` for a reply from the service. Return whether a reply has arrived, or
+        `notify` was called, since the last call."""
         if not self._reply_event.wait(timeout_s):
             return False
         self._reply_event.clear()
@@ -195,4 +219,4 @@ class EncoderRequests:
             # torch and vLLM raise these exceptions for inputs of an unexpected form.
             reply.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
         item.reply = reply
-        reply.add_done_callback(lambda _: self._reply_event.set())
+        reply.add_done_callback(lambda _: self.notify())

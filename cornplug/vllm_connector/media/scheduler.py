@@ -1,27 +1,28 @@
-"""Scheduler half of the encoder-cache connector. It fetches embeddings within a deadline.
+"""Scheduler half of the encoder-cache connector. It finds embeddings within a deadline.
 
-    unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
-       └──send a request──> requested ──verified, in hand───┘
-                               └──absent, refused, late──> failed ──> the engine encodes
+    unknown ──leased in the store───────────────────────────> arrived ──> workers copy ──> engine's own cache
+       └──send a request──> requested ──leased, or in hand────┘               └── corrupt, out of reach
+                               └──absent, refused, late──> failed ──────────────> the engine encodes
 
-An item (the embedding of one image, video or audio) counts as available only when its verified bytes are in
-this process. A later failure of the store or the service then has no effect. While the service computes the
-embedding, only requests that contain the item wait, or have the tokens before the item prefilled
-(`early_prefill.py`). The engine's own thread reads the store. The store replies in 0.1 ms. Switching to
-another thread and back would take longer, because vLLM's busy loop holds Python's interpreter lock.
-
-`Arrivals` keeps received embeddings until they are sent to the workers.
-"""
+An item (the embedding of one image, video or audio) counts as available when its entry is leased
+(`embedding_leases.py`), or when its bytes are in this process. This half never reads the bytes of an entry. A
+worker that cannot load a leased entry lets the engine's tower encode the item in the same step
+(`late_misses.py`). While the service computes the embedding, only requests that contain the item wait, or
+have the tokens before the item prefilled (`early_prefill.py`). The engine's own thread talks to the store.
+The store replies in 0.1 ms. Switching to another thread and back would take longer, because vLLM's busy loop
+holds Python's interpreter lock."""
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cornplug.codec import ITEM_BYTES
-from cornplug.encoder_service.formats.messages import EncodeReply
+from cornplug.encoder_service.formats.messages import EncodeReply, WireTensor
 from cornplug.encoder_service.formats.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.embeddings import EmbeddingPublisher, ExpectedEmbedding
@@ -29,17 +30,15 @@ from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
-from cornplug.store.payload import get_payload, get_payload_into
 from cornplug.vllm_connector.cpu_use import WAKE_TIMER
 from cornplug.vllm_connector.media.early_prefill import EarlyPrefill
+from cornplug.vllm_connector.media.embedding_leases import MAX_AGE_S, EmbeddingLeases
 from cornplug.vllm_connector.media.encoder_requests import EncoderRequests, PendingEmbedding
 from cornplug.vllm_connector.media.metadata import (
     ArrivedEmbedding,
     CornplugECMetadata,
     CornplugECWorkerMetadata,
-    RowLocation,
-    RowMemory,
-    create_row_memory,
+    LeasedRows,
 )
 from cornplug.vllm_connector.media.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.media.partial_models import LostEmbeddings
@@ -55,88 +54,14 @@ if TYPE_CHECKING:
 _MAX_WAITING_BYTES = 1 << 30
 """Maximum total size in bytes of embeddings that were requested or have arrived. Above this limit, requests
 for further embeddings wait."""
+_MAX_METADATA_BYTES = 256 << 10
+"""Maximum size in bytes of rows in a service's reply that are sent to the workers in a step's metadata.
+Larger rows are first saved in the store, and then leased."""
 _IDLE_WAIT_S = 0.005
 """Length in seconds of one wait in an idle engine. The engine notices a new request at most this much
 later."""
 _IDLE_STEP_S = 0.020
 """Maximum seconds between two steps of an engine whose requests all wait for the encoder service."""
-
-
-class Arrivals:
-    """Keeps the embeddings that one engine core has received until they are sent to the workers. Used by the
-    engine's thread. Embeddings are kept in the row memory, which the workers map. If the row memory is full
-    or not available, their bytes are sent in the metadata of a step."""
-
-    def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
-        self._store, self._deadline_s = runtime.store, runtime.deadline_s
-        self._memory = memory
-
-    @property
-    def address(self) -> str:
-        """Address of the row memory for the workers, or "" if all workers have already mapped it."""
-        return "" if self._memory is None else self._memory.address
-
-    def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
-        """Read the embedding `expected`, of `size_bytes` bytes, from the store and verify it. Returns None if
-        the store does not have it in memory. If the store has it on disk, this call starts a read from disk.
-
-        Raises StoreError. Raises CodecError if the entry is corrupt, with reason "wrong_shape" if the entry
-        does not match `expected`.
-        """
-        # Do not wait for a read from disk. A request is sent to the encoder service in the meantime, and the
-        # service waits for this read.
-        how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
-        location = None if self._memory is None else self._memory.allocate(size_bytes)
-        if self._memory is None or location is None:
-            found = get_payload(self._store, expected.key, **how)
-            if found is None:
-                return None
-            header, data = found
-            expected.check(header.dtype, header.shape, len(data))
-            return ArrivedEmbedding(identifier, header.dtype, header.shape, data)
-        arrived = None
-        try:
-            into = get_payload_into(self._store, expected.key, self._memory.view(location), **how)
-            if into is not None:
-                expected.check(into.dtype, into.shape, size_bytes)
-                arrived = ArrivedEmbedding(identifier, into.dtype, into.shape, location)
-        except ValueError as e:
-            raise CodecError(str(e), reason="wrong_shape") from e
-        finally:
-            if arrived is None:
-                self._memory.free(location)
-        return arrived
-
-    def keep_rows(self, data: bytes) -> bytearray | RowLocation:
-        """Copy rows from a service's reply to the row memory, and return their location. If the row memory is
-        full or not available, return a copy of the rows."""
-        if self._memory is None or (location := self._memory.allocate(len(data))) is None:
-            return bytearray(data)
-        self._memory.view(location)[:] = data
-        return location
-
-    def mark_sent(self, arrived: ArrivedEmbedding) -> None:
-        """Record that this embedding is sent to the workers in this step."""
-        if self._memory is not None and isinstance(arrived.data, RowLocation):
-            self._memory.mark_sent(arrived.data)
-
-    def free(self, arrived: ArrivedEmbedding | None) -> None:
-        """Free the row memory of an embedding that is not sent to the workers."""
-        if self._memory is not None and arrived is not None and isinstance(arrived.data, RowLocation):
-            self._memory.free(arrived.data)
-
-    def handle_acks(self, acks: CornplugECWorkerMetadata) -> None:
-        """Record which workers have mapped the row memory, and which rows they have copied."""
-        if self._memory is not None:
-            for rank in acks.mapped_ranks:
-                self._memory.record_mapped(rank)
-            for rank, offset in acks.copied_rows:
-                self._memory.record_copied(rank, offset)
-
-    def close(self) -> None:
-        """Release the row memory."""
-        if self._memory is not None:
-            self._memory.close()
 
 
 class ECScheduler:
@@ -161,7 +86,13 @@ class ECScheduler:
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
         self._service = EncoderRequests(config, runtime)
-        self._arrivals = Arrivals(runtime, create_row_memory(config))
+        parallel = config.parallel_config
+        # Only the first pipeline stage has the encoder.
+        self._leases = EmbeddingLeases(
+            runtime, parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+        )
+        self._cache_rows: float = math.inf
+        """Number of rows that the engine's encoder cache can take."""
         self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
         self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
@@ -189,6 +120,7 @@ class ECScheduler:
             return True  # As in vLLM's scheduler, features are ordered by position.
         begun, end = True, -1
         now = time.monotonic()
+        left, counted = self._cache_rows, set[str]()
         for feature in request.mm_features:
             identifier = feature.identifier
             position = feature.mm_position
@@ -198,20 +130,31 @@ class ECScheduler:
                 if self._lost_embeddings is not None:
                     self._lost_embeddings.check(identifier, request.request_id)
                 continue
+            if identifier not in counted:
+                left -= position.get_num_embeds()
+                counted.add(identifier)
+            # vLLM schedules items in order, and no item that does not fit into its encoder cache. Items
+            # beyond it are requested in advance, and the request does not wait for them.
+            is_next = left >= 0
             item = self._items.get(identifier)
             if item is None:
-                if self._waiting_bytes > _MAX_WAITING_BYTES and not self._is_waiting(request):
-                    begun = False
-                    continue
+                is_full = self._waiting_bytes > _MAX_WAITING_BYTES
+                if is_full and not (is_next and self._is_waiting(request)):
+                    begun = begun and not is_next
+                    if is_next:
+                        continue
+                    break
                 item = self._begin_item(feature, request, now)
                 if item is None:
                     continue
                 self._items[identifier] = item
                 self._waiting_bytes += item.size_bytes
             item.waiting_requests.add(request.request_id)
-            if not item.is_settled:
+            if item.is_settled:
+                self._renew_lease(item, now)
+            else:
                 self._poll_item(item, now)
-                if end < 0 and not item.is_settled:
+                if is_next and end < 0 and not item.is_settled:
                     end = position.offset
         if begun and end >= 0:
             return self._early.try_admit(request, computed, end)
@@ -219,25 +162,30 @@ class ECScheduler:
             self._early.forget(request.request_id)
         return begun
 
+    def limit_rows(self, cache_rows: int) -> None:
+        """Set the number of rows that the engine's encoder cache can take."""
+        self._cache_rows = cache_rows
+
     def has_arrived(self, identifier: str) -> bool:
-        """Return whether this process has the bytes of this embedding and they are usable. vLLM calls this
-        only if the engine's own cache lacks the embedding."""
+        """Return whether this embedding is leased or in this process, and usable. vLLM calls this only if the
+        engine's own cache lacks the embedding."""
         if identifier in self._cached:
             # The engine's encoder cache was reset. vLLM does not report such a reset to connectors.
             self._cached.clear()
         item = self._items.get(identifier)
         return item is not None and item.is_usable
 
-    def record_allocation(self, identifier: str) -> None:
+    def record_allocation(self, request: Request, input_id: int) -> None:
         """Record that the engine has reserved encoder-cache memory for an embedding that has arrived, or that
-        the engine encodes itself."""
+        the engine encodes itself. `input_id` is the index of its media item in the request."""
+        identifier = request.mm_features[input_id].identifier
         self._allocated.add(identifier)
-        item = self._items.get(identifier)
-        if item is not None and item.is_usable:
+        item = self._remove_item(identifier)
+        if item is not None and item.arrived is not None and item.is_usable:
+            item.arrived = replace(item.arrived, request_id=request.request_id, input_id=input_id)
             self._to_load.append(item)
         elif item is not None:
-            self._arrivals.free(item.arrived)
-        self._remove_item(identifier)
+            self._leases.release(item.arrived)
 
     def build_metadata(self, output: SchedulerOutput) -> CornplugECMetadata:
         """Return the message for the worker halves. It contains the embeddings to load before this step's
@@ -248,19 +196,14 @@ class ECScheduler:
         self._allocated.clear()
         if not output.total_num_scheduled_tokens:
             self._wait_if_idle()
-        app = self._runtime.app
         for item in self._to_load:
-            assert item.arrived is not None
-            self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
-            self._tally.count("cornplug_saved_tower_passes_total", app)
-            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", amount=item.size_bytes)
-            self._arrivals.mark_sent(item.arrived)
+            if not self._leases.mark_sent(item):
+                self._count_loaded(item)
         moves = CornplugECMetadata(
             arrived=self._promised_embeddings(),
             save_again=[] if self._lost_embeddings is None else self._lost_embeddings.drain(),
             publish=not weights_guard.has_replaced_weights() and self._runtime.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
-            row_memory_address=self._arrivals.address,
         )
         self._to_load.clear()
         return moves
@@ -291,15 +234,19 @@ class ECScheduler:
                 item.waiting_requests.discard(request.request_id)
                 if not item.waiting_requests:
                     self._remove_item(feature.identifier)
-                    self._arrivals.free(item.arrived)
+                    self._leases.release(item.arrived)
 
     def handle_acks(self, acks: CornplugECWorkerMetadata) -> None:
-        """Count the outcomes of a worker's saves, and record its measurements."""
-        self._arrivals.handle_acks(acks)
+        """Count the outcomes of the workers' loads and saves, and record their measurements."""
+        for item, reason in self._leases.handle_acks(acks):
+            if reason:
+                self._tally.count("cornplug_misses_total", self._runtime.app, EMBEDDING, reason)
+            else:
+                self._count_loaded(item)
         for rows, seconds in acks.encode_times:
             self._rule.record_encode(rows, seconds)
-        for size, seconds in acks.copy_times:
-            self._rule.record_copy(size, seconds)
+        for size, seconds in acks.load_times:
+            self._rule.record_read(size, seconds)
         for outcome, size in acks.saves:
             self._tally.count("cornplug_saves_total", self._runtime.app, EMBEDDING, outcome)
             if outcome == "stored":
@@ -308,7 +255,6 @@ class ECScheduler:
     def close(self) -> None:
         """Close the connection to the encoder service, and stop all threads."""
         self._service.close()
-        self._arrivals.close()
         self._publisher.close()
 
     def _wait_if_idle(self) -> None:
@@ -345,8 +291,14 @@ class ECScheduler:
             self._waiting_bytes -= item.size_bytes
         return item
 
+    def _count_loaded(self, item: PendingEmbedding) -> None:
+        app = self._runtime.app
+        self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
+        self._tally.count("cornplug_saved_tower_passes_total", app)
+        self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", amount=item.size_bytes)
+
     def _begin_item(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
-        """Create an item: read its embedding from the store, or request it from the service. Return None if
+        """Create an item: lease its embedding in the store, or request it from the service. Return None if
         the engine is not sharing embeddings now."""
         engine = self._runtime.config.engine
         # In an engine without a tower, the embedding rows arrive with the request.
@@ -366,7 +318,7 @@ class ECScheduler:
         store_problem = ""
         try:
             try:
-                if self._read_from_store(item, "store"):
+                if self._lease_item(item, "store"):
                     return item
             except StoreError as e:
                 # The service can still send the bytes in its reply.
@@ -389,18 +341,20 @@ class ECScheduler:
 
     def _poll_item(self, item: PendingEmbedding, now: float) -> None:
         """Complete or fail an item, if the service has replied or the item's deadline has passed."""
-        if item.reply is not None and item.reply.done():
-            try:
-                self._handle_reply(item, item.reply.result())
-            except CornplugError as e:
-                self._fail_item(item, self._service.policy.record_failure(e, time.monotonic()))
-        elif now >= item.deadline_s:
-            self._fail_item(item, self._service.policy.record_timeout(now))
-
-    def _read_from_store(self, item: PendingEmbedding, source: str) -> bool:
-        began = time.monotonic()
         try:
-            arrived = self._arrivals.read(item.identifier, item.expected, item.size_bytes)
+            if item.rows is not None:
+                if item.save_outcome or now >= item.deadline_s:
+                    self._take_saved_rows(item, item.rows)
+            elif item.reply is not None and item.reply.done():
+                self._handle_reply(item, item.reply.result())
+            elif now >= item.deadline_s:
+                self._fail_item(item, self._service.policy.record_timeout(now))
+        except CornplugError as e:
+            self._fail_item(item, self._service.policy.record_failure(e, time.monotonic()))
+
+    def _lease_item(self, item: PendingEmbedding, source: str) -> bool:
+        try:
+            arrived = self._leases.lease(item.identifier, item.expected)
         except CodecError as e:
             if e.reason == "wrong_shape":
                 raise
@@ -408,29 +362,59 @@ class ECScheduler:
             return False
         if arrived is None:
             return False
-        self._rule.record_read(item.size_bytes, time.monotonic() - began)
         self._complete_item(item, arrived, source)
         return True
 
+    def _renew_lease(self, item: PendingEmbedding, now: float) -> None:
+        """Lease an item's embedding again, if its lease is old. If that fails, the engine encodes the
+        item."""
+        old = item.arrived
+        if old is None or not isinstance(old.data, LeasedRows) or now < item.arrived_s + MAX_AGE_S:
+            return
+        reason, item.arrived = "evicted", None
+        try:
+            item.arrived = self._leases.lease(item.identifier, item.expected)
+            item.arrived_s = now
+        except CornplugError as e:
+            reason = e.reason
+        self._leases.release(old)
+        if item.arrived is None:
+            self._fail_item(item, reason)
+
     def _handle_reply(self, item: PendingEmbedding, reply: EncodeReply) -> None:
         source = self._service.policy.check_reply(reply, item.expected)
-        if reply.tensor is not None:
-            tensor = reply.tensor
-            held = self._arrivals.keep_rows(tensor.data)
-            self._complete_item(
-                item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source
-            )
-            if not reply.stored:
-                # The service could not store the embedding, for example because it runs on another host. Save
-                # the embedding here for the other engines on this host.
-                data = held if isinstance(held, bytearray) else bytearray(tensor.data)
-                rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
-                self._publisher.enqueue(item.expected.key, rows)
-        elif not self._read_from_store(item, source):
-            self._fail_item(item, "evicted")
+        if reply.tensor is None:
+            if not self._lease_item(item, source):
+                self._fail_item(item, "evicted")
+            return
+        tensor = reply.tensor
+        if not reply.stored:
+            # The service could not store the embedding, for example because it runs on another host. Save the
+            # embedding here, also for the other engines on this host.
+            self._publisher.enqueue(item.expected.key, tensor, on_end=partial(self._record_saved, item))
+            if len(tensor.data) > _MAX_METADATA_BYTES:
+                item.rows, item.source = tensor, source
+                return
+        self._complete_item(
+            item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, tensor.data), source
+        )
+
+    def _record_saved(self, item: PendingEmbedding, outcome: str) -> None:
+        item.save_outcome = outcome
+        self._service.notify()
+
+    def _take_saved_rows(self, item: PendingEmbedding, rows: WireTensor) -> None:
+        """Lease rows from a reply that were saved in the store. If they were not saved, send their bytes."""
+        item.rows = None
+        if item.save_outcome in ("stored", "present"):
+            with suppress(CornplugError):
+                if self._lease_item(item, item.source):
+                    return
+        arrived = ArrivedEmbedding(item.identifier, rows.dtype, rows.shape, rows.data)
+        self._complete_item(item, arrived, item.source)
 
     def _complete_item(self, item: PendingEmbedding, arrived: ArrivedEmbedding, source: str) -> None:
-        item.arrived, item.source = arrived, source
+        item.arrived, item.source, item.arrived_s = arrived, source, time.monotonic()
         self._observe_wait(item)
 
     def _fail_item(self, item: PendingEmbedding, reason: str) -> None:

@@ -261,8 +261,13 @@ def _reset_prefix_cache(original: Callable[..., Any], core: Any, *args: Any, **k
 
 def _scheduler_init(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     original(scheduler, *args, **kwargs)
-    if has_cornplug(scheduler.vllm_config):
-        engine_state.current().record_core_start()
+    if not has_cornplug(scheduler.vllm_config):
+        return
+    engine_state.current().record_core_start()
+    # Another project's connector does not have this method.
+    limit_rows = getattr(getattr(scheduler.ec_connector, "scheduler", None), "limit_rows", None)
+    if limit_rows is not None:
+        limit_rows(scheduler.encoder_cache_manager.cache_size)
 
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (

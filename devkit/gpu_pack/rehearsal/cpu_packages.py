@@ -1,10 +1,9 @@
-"""Packages for a folder on PYTHONPATH with which the archive's engines run on a CPU.
+"""Packages for a folder on PYTHONPATH with which the archive's vLLM runs on a CPU.
 
     python cpu_packages.py OUT
 
 vLLM takes its CPU platform if its version ends in "+cpu". Packages of dev/ give it a Triton backend, a GPU's
-KV layout and native offloading, and SGLang its small kernels in pure Python. `without_c` replaces the
-compiled operators of vLLM's CPU build.
+KV layout and native offloading. `without_c` replaces the compiled operators of vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from pathlib import Path
 from typing import Final
 
 _TREE: Final = Path(__file__).parents[3]
-_DEV: Final = (
-    *("triton-interpreted-cpu", "gpu-like-cpu", "one-process-cpu", "host-offloading-cpu"),
-    *("sgl-kernel-cpu", "sglang-hicache-cpu"),
-)
+_DEV: Final = ("triton-interpreted-cpu", "gpu-like-cpu", "one-process-cpu", "host-offloading-cpu")
 
 
 def main() -> int:
@@ -36,7 +32,7 @@ def main() -> int:
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, out / source.name)
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        _metadata(out, project["name"], "1", project.get("entry-points", {}))
+        _metadata(out, project["name"], "1", project["entry-points"])
     shutil.copy(Path(__file__).with_name("without_c.py"), out)
     _metadata(out, "without-c", "1", {"vllm.general_plugins": {"without_c": "without_c:register"}})
     return 0

@@ -14,7 +14,9 @@ echo "rehearse-gpu: no network; $(python3 -c 'import torch, sys; print("Python",
 PYTHONPATH=$lab/nvml:$PYTHONPATH python3 $lab/vllm_config.py
 [ ! -d /engines/site/sglang ] || PYTHONPATH=$lab/cuda:$PYTHONPATH python3 $lab/sglang_config.py
 
-# From here on vLLM takes its CPU platform: by its version, and with packages of dev/ on the path.
+# From here on vLLM takes its CPU platform: by its version, and with packages of dev/ on the path. SGLang's kernels
+# for a CPU are not in the archive.
+unset CORNPLUG_SGLANG_PYTHON
 python3 $lab/cpu_packages.py /tmp/cpu
 export PYTHONPATH=/tmp/cpu:$CACHE/interpreter:$PYTHONPATH
 export VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1

@@ -12,7 +12,7 @@ import torch
 from cornplug.encoder_service import model_loader
 from cornplug.encoder_service.execution.executor import EncodeBatch, InProcessExecutor
 from cornplug.encoder_service.model_loader import LoadedModel, WeightPlacement
-from cornplug.encoder_service.towers import varlen_attention
+from cornplug.encoder_service.towers import qwen2_vl, varlen_attention
 from cornplug.encoder_service.towers.base import TowerItem
 from devkit.checkpoints import llava
 
@@ -169,3 +169,27 @@ def test_cuda_branches_rig_refuses_operands_on_two_devices() -> None:
                 wrong()
         # What is on the host is real.
         assert (here + 1).tolist() == [1.0, 1.0]
+
+
+def test_executor_cuda_raw_pixels_are_normalised_on_the_device(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("qwen2_vl")
+    devices: list[torch.device] = []
+    original = qwen2_vl.normalise
+
+    def normalise(pixels: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        devices.extend((pixels.device, norm.device))
+        return original(pixels, norm, dtype)
+
+    monkeypatch.setattr(qwen2_vl, "normalise", normalise)
+    raw = {
+        "pixel_values": torch.zeros(16, 1176, dtype=torch.uint8),
+        "image_grid_thw": torch.tensor([1, 4, 4]),
+        "pixel_norm": torch.ones(2, 3),
+    }
+    with simulated_gpu():
+        there = loaded(path, "bfloat16", SECOND)
+        made = InProcessExecutor(SECOND).run(task(there, [there.tower.prepare(wire(raw))]))
+    assert devices == [SECOND, SECOND]
+    assert len(made.embeddings[0]) == 4

@@ -11,6 +11,7 @@ from expected_errors import expect_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cornplug.checkpoints.model_family import PIXEL_NORM
 from cornplug.encoder_service.formats.messages import WireTensor
 from cornplug.encoder_service.towers.qwen2_vl import Qwen25VlTower
 from cornplug.errors import EncoderRefused
@@ -111,3 +112,55 @@ def test_tower_qwen_bad_video_is_refused_by_field(
     halves.tower.prepare(good)
     with expect_error(EncoderRefused, reason="bad_input", match=says):
         halves.tower.prepare({**good, **{field: to_wire(torch.tensor(v)) for field, v in change.items()}})
+
+
+NORM = torch.tensor([[0.0146, 0.0150, 0.0142], [-1.7923, -1.7521, -1.4802]])
+
+
+def raw_medium(name: str, kind: str, grid: tuple[int, int, int], seed: int) -> dict[str, WireTensor]:
+    t, h, w = grid
+    pixels = torch.randint(
+        0, 256, (t * h * w, 3 * 2 * PATCH[name] ** 2), dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+    made = medium(name, kind, grid, seed)
+    return {**made, next(iter(made)): to_wire(pixels), PIXEL_NORM: to_wire(NORM)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tower_qwen_raw_pixels_give_the_bits_of_normalised_pixels(
+    tower: tuple[str, Halves], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Alone and beside an item that the processor has normalised."""
+    name, halves = tower
+    if dtype != torch.float32:
+        halves = Halves.load(RECIPES[name](tmp_path / name), dtype=dtype)
+    raw = [raw_medium(name, kind, (1, 4, 6), i) for i, kind in enumerate(("image", "video"))]
+    cast = []
+    for one in raw:
+        pixels = halves.tower.prepare(one).tensors[0].float().view(24, 3, -1)
+        ready = (pixels * NORM[0].view(1, 3, 1) + NORM[1].view(1, 3, 1)).view(24, -1)
+        kept = {key: value for key, value in one.items() if key != PIXEL_NORM}
+        cast.append({**kept, next(iter(kept)): to_wire(ready)})
+    others = [medium(name, "image", (1, 2, 2), 9)]
+    found, wanted = (
+        halves.tower.encode([halves.tower.prepare(one) for one in [*media, *others]]) for media in (raw, cast)
+    )
+    assert found[0].dtype == dtype
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("change", ["no_norm", "norm_of_floats", "channels", "shape", "dtype"])
+def test_tower_qwen_bad_norm_is_refused(tower: tuple[str, Halves], change: str) -> None:
+    name, halves = tower
+    made = raw_medium(name, "image", (1, 2, 2), 1)
+    if change == "no_norm":
+        del made[PIXEL_NORM]
+    elif change == "norm_of_floats":
+        made = {**medium(name, "image", (1, 2, 2), 1), PIXEL_NORM: to_wire(NORM)}
+    else:
+        wrong = {"channels": torch.ones(2, 5), "shape": torch.ones(3, 3), "dtype": NORM.double()}[change]
+        made[PIXEL_NORM] = to_wire(wrong)
+    with expect_error(EncoderRefused, reason="bad_input", match=PIXEL_NORM):
+        halves.tower.prepare(made)

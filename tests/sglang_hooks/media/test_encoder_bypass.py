@@ -16,13 +16,14 @@ from time_limits import TimeLimits
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embeddings import EmbeddingPublisher
+from cornplug.engine_common.stored_rows import RowCopies
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.media import encoder_bypass, placeholder_tokens
 from cornplug.sglang_hooks.media.encoder_bypass import EmbeddingSource, EncoderBypass
 from cornplug.store.base import Store
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import NewPayload, get_payload, put_payload
+from cornplug.store.payload import NewPayload, put_payload
 from cornplug.testing import FaultyStore
 
 from ..hooked import hook_of
@@ -83,6 +84,7 @@ def engine(store: MemoryStore) -> Iterator[Callable[..., Encoding]]:
             here = EmbeddingSource(
                 runtime(connection or store.connect()),
                 tally,
+                device=CPU,
                 dtype="float32",
                 width=WIDTH,
                 is_first_rank=first,
@@ -181,13 +183,13 @@ def test_encoder_bypass_notes_tower_and_fetch_costs(
     assert row_s is not None
     assert row_s > 0
     within.check(row_s, 0.1)
-    slow = get_payload
+    quick = RowCopies.read
 
-    def get(*args: Any, **kwargs: Any) -> Any:
+    def read(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.05)
-        return slow(*args, **kwargs)
+        return quick(*args, **kwargs)
 
-    monkeypatch.setattr(encoder_bypass, "get_payload", get)
+    monkeypatch.setattr(RowCopies, "read", read)
     for _ in range(8):
         encoding([sample_image(1)])
     encoding([sample_image(3, None)])
@@ -266,7 +268,7 @@ def test_encoder_bypass_error_in_a_load_is_miss(
     engine: Callable[..., Encoding], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store.connect(), 5, value(5))
-    monkeypatch.setattr(encoder_bypass, "get_payload", fails)
+    monkeypatch.setattr(RowCopies, "read", fails)
     encoding = engine()
     assert same(encoding([sample_image(5)]), value(5))
     assert ("misses", "embedding", "error", 1) in published(encoding)

@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.formats.messages import EncodeReply, EncodeRequest, WireTensor
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import embeddings, engine_state
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
@@ -29,7 +29,11 @@ from cornplug.vllm_connector.cpu_use import WAKE_TIMER
 from cornplug.vllm_connector.media import encoder_requests
 from cornplug.vllm_connector.media import scheduler as ec_scheduler
 from cornplug.vllm_connector.media.encoder_requests import PendingEmbedding
-from cornplug.vllm_connector.media.metadata import CornplugECWorkerMetadata
+from cornplug.vllm_connector.media.metadata import (
+    ArrivedEmbedding,
+    CornplugECWorkerMetadata,
+    LeasedRows,
+)
 from cornplug.vllm_connector.media.scheduler import ECScheduler
 from cornplug.vllm_connector.media.video_digest import unshared_name
 
@@ -152,8 +156,23 @@ class Stage:
         """The engine schedules all of a request's images: what the worker half is told."""
         for feature in request.mm_features:
             self.half.has_arrived(feature.identifier)
-            self.half.record_allocation(feature.identifier)
-        return self.moves(freed)
+        for index in range(len(request.mm_features)):
+            self.half.record_allocation(request, index)
+        moves = self.moves(freed)
+        self.half.handle_acks(self.copied(moves))
+        return moves
+
+    def copied(self, moves: Any, *, ranks: int = 1, lost: str = "") -> CornplugECWorkerMetadata:
+        """What the worker halves answer, once they have copied the leased rows or lost them."""
+        tokens = [one.data.token for one in moves.arrived if isinstance(one.data, LeasedRows)]
+        copied = [(rank, token) for rank in range(ranks) for token in tokens]
+        return CornplugECWorkerMetadata(copied=copied, lost=[(token, lost) for token in tokens if lost])
+
+    def content(self, one: ArrivedEmbedding) -> bytes:
+        """The rows that a worker copies."""
+        if not isinstance(one.data, LeasedRows):
+            return bytes(one.data)
+        return bytes(self.store.view(one.data.location))
 
     def moves(self, freed: list[str] | None = None) -> Any:
         return self.half.build_metadata(
@@ -221,7 +240,7 @@ def test_ec_scheduler_stored_entry_is_loaded(stage: Callable[..., Stage], store:
     assert [(m.identifier, m.dtype, m.shape) for m in moves.arrived] == [
         (identifier(1), "float32", (ROWS, HIDDEN))
     ]
-    assert bytes(moves.arrived[0].data) == embedding().tobytes()
+    assert here.content(moves.arrived[0]) == embedding().tobytes()
     assert moves.publish
     assert here.counted() == {
         ("hits", "embedding", "store"): 1,
@@ -247,7 +266,7 @@ def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
         assert time.monotonic() < end_s, "the embedding is not saved"
         time.sleep(0.001)
     assert bytes(found[1]) == embedding().tobytes()
-    assert bytes(here.take_in(request).arrived[0].data) == embedding().tobytes()
+    assert here.content(here.take_in(request).arrived[0]) == embedding().tobytes()
 
 
 @pytest.mark.parametrize("origin", ["computed", "coalesced", "cached"])
@@ -272,7 +291,7 @@ def test_ec_scheduler_encoder_reply_is_loaded(
         here.answer(origin=origin)
     assert here.half.can_schedule(request, 0)
     moves = here.take_in(request)
-    assert bytes(moves.arrived[0].data) == embedding().tobytes()
+    assert here.content(moves.arrived[0]) == embedding().tobytes()
     assert here.counted()["hits", "embedding", f"service_{origin}"] == 1
 
 
@@ -359,22 +378,116 @@ def test_ec_scheduler_entry_of_wrong_shape_is_miss(
     assert here.counted() == {("misses", "embedding", "wrong_shape"): 1}
 
 
-def test_ec_scheduler_corrupt_entry_is_deleted_and_encoded(
+def test_ec_scheduler_entry_that_a_worker_loses_is_a_counted_miss(
     stage: Callable[..., Stage], faulty: FaultyStore
 ) -> None:
+    """It was promised, so a worker's tower encodes it. The next request finds no corrupt entry."""
     here = stage(over=faulty)
     put(here.store, 1)
-    faulty.corrupt_reads = True
     request = here.request("a", 1)
-    assert not here.half.can_schedule(request, 0)
-    here.asked(1)
-    here.answer(stored=True)  # else this engine would store it again
+    assert here.half.can_schedule(request, 0)
+    here.half.record_allocation(request, 0)
+    moves = here.moves()
+    assert [(one.request_id, one.input_id) for one in moves.arrived] == [("a", 0)]
+    assert here.counted() == {}
+    here.half.handle_acks(here.copied(moves, lost="corrupt"))
+    assert here.counted() == {("misses", "embedding", "corrupt"): 1}
+    assert faulty.contains([key(1)], deadline_s=1) == b"\0"
+    assert faulty.stat(deadline_s=1).leases == 0
+
+
+def test_ec_scheduler_reads_no_rows(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
+    here = stage(over=faulty)
+    put(here.store, 1)
+    calls = dict(faulty.calls)
+    request = here.request("a", 1)
     assert here.half.can_schedule(request, 0)
     here.take_in(request)
-    counts = here.counted()
-    assert counts["misses", "embedding", "corrupt"] == 1
-    assert counts["hits", "embedding", "service_computed"] == 1
-    assert faulty.contains([key(1)], deadline_s=1) == b"\0"
+    assert faulty.calls.get("view") == calls.get("view")
+    assert faulty.calls["lease"] == 1
+
+
+def test_ec_scheduler_lease_that_gets_old_is_renewed(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    request = here.request("a", 1)
+    assert here.half.can_schedule(request, 0)
+    first = here.half.find_arrived(identifier(1))
+    here.skew = 14.0
+    assert here.half.can_schedule(request, 0)
+    assert here.half.find_arrived(identifier(1)) is first
+    here.skew = 15.5
+    assert here.half.can_schedule(request, 0)
+    second = here.half.find_arrived(identifier(1))
+    assert second is not None
+    assert second is not first
+    assert here.store.stat(deadline_s=1).leases == 1
+    here.store.delete([key(1)], deadline_s=1)
+    here.skew = 31.5
+    assert here.half.can_schedule(request, 0), "the engine encodes"
+    assert not here.half.has_arrived(identifier(1))
+    assert here.counted() == {("misses", "embedding", "evicted"): 1}
+    assert here.store.stat(deadline_s=1).leases == 0
+
+
+@pytest.mark.parametrize("outcome", ["stored", "full", "late"])
+def test_ec_scheduler_large_rows_by_value_are_stored_then_leased(
+    stage: Callable[..., Stage], faulty: FaultyStore, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    """The metadata of a step carries large rows only if the store does not take them."""
+    monkeypatch.setattr(ec_scheduler, "_MAX_METADATA_BYTES", 100)
+    here = stage(over=faulty)
+    request = here.request("a", 2)
+    here.half.can_schedule(request, 0)
+    here.asked(1)
+    faulty.full = outcome == "full"
+    go = threading.Event()
+    if outcome == "late":
+        slow = embeddings.put_payload
+        monkeypatch.setattr(embeddings, "put_payload", lambda *a, **k: go.wait(60) and slow(*a, **k))
+    here.answer(stored=False)
+    if outcome == "late":
+        assert not here.half.can_schedule(request, 0)
+        here.skew = 10.5
+    end_s = time.monotonic() + 30
+    while not here.half.can_schedule(request, 0):
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    moves = here.take_in(request)
+    go.set()
+    assert isinstance(moves.arrived[0].data, LeasedRows) is (outcome == "stored")
+    assert here.content(moves.arrived[0]) == embedding().tobytes()
+    assert here.counted()["hits", "embedding", "service_computed"] == 1
+
+
+def test_ec_scheduler_waits_only_for_what_the_encoder_cache_takes(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    here.half.limit_rows(2 * ROWS)
+    request = here.request("a", 1, 1, 2, 3, 4)
+    assert not here.half.can_schedule(request, 0)
+    here.asked(4)
+    for nth in range(2):
+        here.answer(nth)
+    assert here.half.can_schedule(request, 0), "images 3 and 4 do not fit beside 1 and 2"
+    assert not here.half.has_arrived(identifier(3))
+    here.take_in(here.request("a", 1, 1, 2))
+    assert not here.half.can_schedule(request, 30)
+    here.answer(2)
+    here.answer(3)
+    assert here.half.can_schedule(request, 30)
+
+
+def test_ec_scheduler_memory_limit_holds_inside_a_request(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ec_scheduler, "_MAX_WAITING_BYTES", 2 * ROWS * HIDDEN * 4)
+    here = stage()
+    here.half.limit_rows(2 * ROWS)
+    request = here.request("a", *range(1, 9))
+    assert not here.half.can_schedule(request, 0)
+    here.asked(3)
+    here.prepared()
+    assert len(here.service.asked) == 3, "the first above the limit is the last"
 
 
 def test_ec_scheduler_store_down_takes_inline_reply(stage: Callable[..., Stage], faulty: FaultyStore) -> None:
@@ -869,7 +982,8 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     stage = Stage(connection, monkeypatch, load_when="pays")
     assert stage.half.can_schedule(stage.request("a", 1), 0)
     assert stage.half.has_arrived(identifier(1)), "nothing was measured: it is tried"
-    stage.half.handle_acks(CornplugECWorkerMetadata(encode_times=[(ROWS, 1e-9)]))
+    measured = CornplugECWorkerMetadata(encode_times=[(ROWS, 1e-9)], load_times=[(ROWS * HIDDEN * 4, 1e-3)])
+    stage.half.handle_acks(measured)
     asked = dict(connection.calls)
     request = stage.request("b", 2)
     assert stage.half.can_schedule(request, 0)

@@ -22,7 +22,9 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
+from cornplug.checkpoints.model_family import PIXEL_NORM
 from cornplug.codec import PayloadKind
+from cornplug.encoder_service.towers.qwen2_vl import normalise
 from cornplug.engine_common import embeddings
 from cornplug.engine_common.embeddings import EmbeddingPublisher
 from cornplug.errors import EncoderRefused
@@ -177,7 +179,7 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     assert metas[-1].saves == [("stored", 32)]
     [(rows, encoded_s)] = metas[0].encode_times
     assert (rows, encoded_s > 0) == (2, True)
-    [(size, copied_s)] = metas[0].copy_times
+    [(size, copied_s)] = metas[0].load_times
     assert (size, copied_s > 0) == (4, True)
     connector.shutdown()
 
@@ -209,8 +211,8 @@ def facade(
 # -- what the service is sent -----------------------------------------------------------------
 
 
-def inputs(norm: Any) -> MediaInputs:
-    model: Any = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen2_vl"))
+def inputs(norm: Any, model_type: str = "qwen2_vl") -> MediaInputs:
+    model: Any = SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type))
     with (
         mock.patch("vllm.config.set_current_vllm_config"),
         mock.patch("vllm.model_executor.layers.fusion.mm_input_norm.build_mm_input_norm", return_value=norm),
@@ -272,15 +274,38 @@ def test_media_inputs_hold_only_fields_of_family(model_type: str, sent: set[str]
     assert set(made.tower_inputs(item(**dict.fromkeys(fields, torch.ones(2))))) == sent
 
 
-def test_media_inputs_raw_pixels_are_normalised() -> None:
+CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("constants", [CLIP, ([0.5] * 3, [0.5] * 3), None])
+def test_media_inputs_raw_pixels_are_normalised_by_the_tower_as_by_vllm(
+    dtype: torch.dtype, constants: tuple[list[float], list[float]] | None
+) -> None:
+    """Every value of a pixel in every channel, bit for bit. `None`: vLLM only casts pixels."""
+    own = IdentityInputNorm() if constants is None else norm(*constants)
+    values = torch.arange(256, dtype=torch.uint8)
+    pixels = torch.stack([values.repeat(3), values.flip(0).repeat(3)])
+    sent = inputs(own).tower_inputs(item(pixel_values=pixels))
+    assert sent["pixel_values"].dtype == "uint8"
+    assert bytes(sent["pixel_values"].data) == pixels.numpy().tobytes()
+    constant = sent[PIXEL_NORM]
+    read = torch.frombuffer(bytearray(constant.data), dtype=torch.float32).view(constant.shape)
+    native = getattr(own, "forward_native", own.forward)
+    assert torch.equal(normalise(pixels, read, dtype), native(pixels, dtype))
+    # So were they computed before a tower normalised them: in float32, then cast by the service.
+    assert torch.equal(normalise(pixels, read, dtype), native(pixels, torch.float32).to(dtype))
+
+
+def test_media_inputs_raw_pixels_of_other_towers_are_normalised() -> None:
     mean, std = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
     pixels = torch.randint(0, 256, (5, 12), dtype=torch.uint8)
-    found = inputs(norm(mean, std)).tower_inputs(item(pixel_values=pixels))["pixel_values"]
+    found = inputs(norm(mean, std), "llava").tower_inputs(item(pixel_values=pixels))["pixel_values"]
     wanted = (pixels.view(5, 3, 4) / 255 - torch.tensor(mean)[:, None]) / torch.tensor(std)[:, None]
     read = torch.frombuffer(bytearray(found.data), dtype=torch.float32).view(found.shape)
     assert found.dtype == "float32"
     torch.testing.assert_close(read, wanted.view(5, 12))
-    raw = inputs(IdentityInputNorm()).tower_inputs(item(pixel_values=pixels))["pixel_values"]
+    raw = inputs(IdentityInputNorm(), "llava").tower_inputs(item(pixel_values=pixels))["pixel_values"]
     assert torch.equal(torch.frombuffer(bytearray(raw.data), dtype=torch.float32).view(5, 12), pixels.float())
 
 

@@ -298,7 +298,9 @@ def test_reload_without_cornplug_is_vllm_s_own(core: Core, new: Path) -> None:
 
 
 def test_scheduler_init_counts_engine_cores() -> None:
-    scheduler = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None))
+    scheduler = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None), ec_connector=None
+    )
     make_scheduler(lambda *_: None, scheduler)
     assert not engine_state.current().has_one_core()
     scheduler.vllm_config.ec_transfer_config = SimpleNamespace(ec_connector="CornplugECConnector")

@@ -14,6 +14,7 @@ from typing import Final
 
 import pytest
 
+from cornplug.encoder_service.formats import sealed_memory
 from cornplug.encoder_service.preprocess import decoder_process, decoders, jail
 from cornplug.encoder_service.preprocess.decoder_process import DecoderProcess
 
@@ -95,7 +96,7 @@ def reach(secret: Path, absent: str = "") -> list[str]:
         ready, _ = decoders.receive(service, decoders.DecoderReady)
         assert set(ready.bars) == set(jail.RESTRICTIONS) - {absent}
         job = decoders.ImageJob(max_pixels=100, decoding="vllm-0.33", limit_s=30.0)
-        decoders.send(service, job, decoders.create_memfd([b"HOSTILE"]))
+        decoders.send(service, job, sealed_memory.create_memfd([b"HOSTILE"]))
         decoders.receive(service, decoders.FromDecoder)
         decoders.send(service, decoders.DecodeGo())
         failed, _ = decoders.receive(service, decoders.FromDecoder)
